@@ -1,0 +1,128 @@
+"""The gated delta rule with its short convolution: the mixer of the linear-attention layers.
+
+Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv 2412.06464). One call takes a ragged batch of
+new tokens from the projections to the read-outs and carries both states, so that a kernel can do the whole in one launch.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .rule import chunked_rule, recurrent_rule
+
+
+class DeltaRuleOutput(NamedTuple):
+    """What `gated_delta_rule` returns."""
+
+    mixed: Float[Array, "B T M R"]
+    conv_state: Float[Array, "B C W"]
+    delta_state: Float[Array, "B M Q R"]
+
+
+def gated_delta_rule(
+    qkv: Float[Array, "B T C"],
+    b: Float[Array, "B T M"],
+    a: Float[Array, "B T M"],
+    conv_weight: Float[Array, "C W"],
+    a_log: Float[Array, " M"],
+    dt_bias: Float[Array, " M"],
+    conv_state: Float[Array, "B C W"],
+    delta_state: Float[Array, "B M Q R"],
+    start: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+) -> DeltaRuleOutput:
+    """Short convolution, SiLU, L2 norms, gates, state update and read-out for T new tokens of each sequence.
+
+    Shapes in letters of this file: M value heads, Q key width, R value width, W taps, C = 2 * key heads * Q + M * R
+    channels in the order all q, all k, all v. Value head m reads key head m // (M / key heads).
+
+    Args:
+        qkv: projected inputs of the convolution.
+        b: logits of beta, the write strength.
+        a: input of the decay, g = -exp(a_log) * softplus(a + dt_bias).
+        conv_weight: depthwise taps; the last one meets the current token.
+        a_log: float32.
+        dt_bias: float32.
+        conv_state: a ring: column p % W holds the input at position p. Columns of positions before the sequence's
+            first are never read, so a reused row needs no clearing.
+        delta_state: float32 state; taken as zero where `start` is zero.
+        start: tokens that each sequence has seen before this call.
+        lengths: how many of the T tokens are real; the others, on the right, change neither state.
+
+    Returns:
+        Read-outs [B, T, M, R] in qkv's dtype (arbitrary at padding) and both states after the last real token.
+    """
+    batch, length, _ = qkv.shape
+    _, heads, key_width, value_width = delta_state.shape
+    window = _with_history(qkv, conv_state, start)
+    mixed = jax.nn.silu(_convolve(window, conv_weight, length))
+    real = jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None]
+
+    value_dim = heads * value_width
+    key_dim = (qkv.shape[-1] - value_dim) // 2
+    q, k, v = jnp.split(mixed.astype(jnp.float32), [key_dim, 2 * key_dim], axis=-1)
+    key_heads = key_dim // key_width
+    q = _l2_normalise(q.reshape(batch, length, key_heads, key_width)) * key_width**-0.5
+    k = _l2_normalise(k.reshape(batch, length, key_heads, key_width))
+    q, k = (jnp.repeat(x, heads // key_heads, axis=2) for x in (q, k))
+    v = v.reshape(batch, length, heads, value_width)
+
+    beta = jax.nn.sigmoid(b.astype(jnp.float32))
+    step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias[None, None, :])
+    g = -jnp.exp(a_log)[None, None, :] * step
+    beta = jnp.where(real[..., None], beta, 0.0)
+    g = jnp.where(real[..., None], g, 0.0)
+
+    state = jnp.where((start == 0)[:, None, None, None], 0.0, delta_state.astype(jnp.float32))
+    rule = recurrent_rule if length == 1 else chunked_rule
+    read, state = rule(q, k, v, g, beta, state)
+    return DeltaRuleOutput(
+        read.astype(qkv.dtype),
+        _write_ring(window, conv_state, start, lengths),
+        jnp.where((lengths > 0)[:, None, None, None], state.astype(delta_state.dtype), delta_state),
+    )
+
+
+def _with_history(
+    qkv: Float[Array, "B T C"], conv_state: Float[Array, "B C W"], start: Int[Array, " B"]
+) -> Float[Array, "B S C"]:
+    """The W - 1 inputs before the new ones, zero before the sequence's beginning, followed by the new ones."""
+    taps = conv_state.shape[-1]
+    position = start[:, None] + jnp.arange(1 - taps, 0, dtype=jnp.int32)[None, :]
+    past = jnp.take_along_axis(conv_state, (position % taps)[:, None, :], axis=2)
+    past = jnp.where((position >= 0)[:, None, :], past, 0)
+    return jnp.concatenate([past.transpose(0, 2, 1).astype(qkv.dtype), qkv], axis=1)
+
+
+def _convolve(
+    window: Float[Array, "B S C"], weight: Float[Array, "C W"], length: int
+) -> Float[Array, "B T C"]:
+    """Causal depthwise convolution of the last `length` positions, summed in float32."""
+    total = jnp.zeros((window.shape[0], length, window.shape[2]), jnp.float32)
+    for tap in range(weight.shape[1]):
+        inputs = window[:, tap : tap + length].astype(jnp.float32)
+        total += inputs * weight[None, None, :, tap].astype(jnp.float32)
+    return total.astype(window.dtype)
+
+
+def _write_ring(
+    window: Float[Array, "B S C"],
+    conv_state: Float[Array, "B C W"],
+    start: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+) -> Float[Array, "B C W"]:
+    """The ring after the last real token: each column keeps the newest position that falls on it."""
+    taps = conv_state.shape[-1]
+    last = (start + lengths - 1)[:, None]
+    column = jnp.arange(taps, dtype=jnp.int32)[None, :]
+    position = last - (last - column) % taps
+    index = position - start[:, None] + taps - 1
+    new = jnp.take_along_axis(window, jnp.maximum(index, 0)[:, :, None], axis=1)
+    is_new = position >= start[:, None]
+    return jnp.where(is_new[:, None, :], new.transpose(0, 2, 1).astype(conv_state.dtype), conv_state)
+
+
+def _l2_normalise(x: Float[Array, "... Q"]) -> Float[Array, "... Q"]:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

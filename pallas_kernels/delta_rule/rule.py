@@ -1,0 +1,108 @@
+"""The rule itself on per-head tensors, token by token and in chunks. Both forms compute the same function."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+CHUNK = 64
+
+# On a GPU the default would round float32 operands to TF32, and the state remembers every rounding.
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def recurrent_rule(
+    q: Float[Array, "B T M Q"],
+    k: Float[Array, "B T M Q"],
+    v: Float[Array, "B T M R"],
+    g: Float[Array, "B T M"],
+    beta: Float[Array, "B T M"],
+    state: Float[Array, "B M Q R"],
+) -> tuple[Float[Array, "B T M R"], Float[Array, "B M Q R"]]:
+    """One token after the other, float32.
+
+    Per head: S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q. Arguments as in `chunked_rule`.
+    """
+
+    def token(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, g, beta = inputs
+        state = state * jnp.exp(g)[..., None, None]
+        predicted = _einsum("bmqr,bmq->bmr", state, k)
+        written = (v - predicted) * beta[..., None]
+        state = state + k[..., :, None] * written[..., None, :]
+        return state, _einsum("bmqr,bmq->bmr", state, q)
+
+    if q.shape[1] == 1:
+        state, read = token(state, (q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0]))
+        return read[:, None], state
+    time_first = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+    state, read = jax.lax.scan(token, state, time_first)
+    return jnp.moveaxis(read, 0, 1), state
+
+
+def chunked_rule(
+    q: Float[Array, "B T M Q"],
+    k: Float[Array, "B T M Q"],
+    v: Float[Array, "B T M R"],
+    g: Float[Array, "B T M"],
+    beta: Float[Array, "B T M"],
+    state: Float[Array, "B M Q R"],
+) -> tuple[Float[Array, "B T M R"], Float[Array, "B M Q R"]]:
+    """The rule in chunks of 64 tokens: dense products inside a chunk, one state update between chunks, float32.
+
+    The within-chunk system (I + A) is solved by substitution. Its inverse as a product of powers of A is tempting on a
+    GPU but loses everything on repetitive text, where the powers grow like binomial coefficients before they cancel.
+
+    Args:
+        q: queries, L2-normalised and scaled.
+        k: keys, L2-normalised.
+        v: values.
+        g: log decay, <= 0; zero at padding.
+        beta: write strength; zero at padding.
+        state: state before the first token.
+
+    Returns:
+        Read-outs and the state after the last token.
+    """
+    batch, length, heads, _ = q.shape
+    padding = -length % CHUNK
+    chunks = (length + padding) // CHUNK
+
+    def chunked(x: Array) -> Array:
+        """[B, T, M, ...] -> [chunks, B, M, CHUNK, ...]."""
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        x = x.reshape(batch, chunks, CHUNK, heads, *x.shape[3:])
+        return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
+
+    q, k, v, g, beta = (chunked(x) for x in (q, k, v, g, beta))
+    total = jnp.cumsum(g, axis=-1)
+    row, column = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)[None, :]
+    lower = (row >= column)[None, None, None]
+    gap = total[..., :, None] - total[..., None, :]
+    decay = jnp.exp(jnp.where(lower, gap, -jnp.inf))
+
+    overlap = _einsum("cbmiq,cbmjq->cbmij", k, k) * decay * beta[..., :, None]
+    system = jnp.where((row > column)[None, None, None], overlap, 0.0)
+    right = jnp.concatenate([v, k * jnp.exp(total)[..., None]], axis=-1) * beta[..., None]
+    solved = jax.lax.linalg.triangular_solve(
+        system, right, left_side=True, lower=True, unit_diagonal=True
+    )
+    values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
+    attention = _einsum("cbmiq,cbmjq->cbmij", q, k) * decay
+    queries = q * jnp.exp(total)[..., None]
+    last = total[..., -1:]
+    writers = k * jnp.exp(last - total)[..., None]
+
+    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        values, keys, attention, queries, writers, last = inputs
+        written = values - _einsum("bmiq,bmqr->bmir", keys, state)
+        read = _einsum("bmiq,bmqr->bmir", queries, state)
+        read += _einsum("bmij,bmjr->bmir", attention, written)
+        state = state * jnp.exp(last)[..., None]
+        return state + _einsum("bmiq,bmir->bmqr", writers, written), read
+
+    state, read = jax.lax.scan(chunk, state, (values, keys, attention, queries, writers, last))
+    read = jnp.moveaxis(jnp.moveaxis(read, 0, 1), 2, 3)
+    read = read.reshape(batch, chunks * CHUNK, heads, v.shape[-1])
+    return read[:, :length], state

@@ -1,0 +1,132 @@
+"""What else model folders hold: other file formats and quantised weights, refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .header import without_duplicates
+from .problems import listed
+
+_OTHER_FILES = (
+    ("*.gguf", "GGUF (llama.cpp)"),
+    ("*.bin", "PyTorch pickle"),
+    ("*.pt", "PyTorch pickle"),
+    ("*.pth", "PyTorch pickle"),
+    ("*.npz", "NumPy archive (early MLX)"),
+    ("*.msgpack", "Flax msgpack"),
+    ("*.h5", "TensorFlow HDF5"),
+)
+
+_METHODS = {
+    "fp8": "FP8 block",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "compressed-tensors": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+}
+
+# Last segment of a key -> format; the first row with a hit names the folder, so the telling
+# segments come first.
+_SEGMENTS = (
+    ("weight_scale_inv", "FP8 block"),
+    ("weight_packed", "compressed-tensors"),
+    ("weight_scale_2", "ModelOpt"),
+    ("g_idx", "GPTQ"),
+    ("qweight", "AWQ"),
+    ("qzeros", "AWQ"),
+    ("scales", "MLX"),
+    ("biases", "MLX"),
+    ("absmax", "bitsandbytes"),
+    ("quant_map", "bitsandbytes"),
+    ("weight_scale", "compressed-tensors"),
+    ("input_scale", "FP8"),
+    ("activation_scale", "FP8"),
+)
+
+
+def refuse_other_files(path: Path) -> None:
+    """Raises if a folder without safetensors files holds weights of another format.
+
+    Raises:
+        CheckpointError: names the format and the files, and what is accepted.
+    """
+    for pattern, name in _OTHER_FILES:
+        files = sorted(p.name for p in path.glob(pattern))
+        if files:
+            raise CheckpointError(
+                f"{path} holds {name} weights ({listed(files)}); only safetensors files in the "
+                "Hugging Face layout are read. Use the original release, or save the model with "
+                "transformers' save_pretrained first"
+            )
+
+
+def quantisation(path: Path, keys: Iterable[str]) -> str | None:
+    """Names the quantised format of a folder, from its config.json or else from its keys.
+
+    Args:
+        path: the folder; it may lack config.json.
+        keys: keys of its tensors.
+
+    Returns:
+        A name such as "FP8 block" or "GPTQ", or None where nothing is quantised.
+
+    Raises:
+        CheckpointError: config.json is not a JSON object.
+    """
+    return _declared(_raw_config(path)) or _evident(keys)
+
+
+def refuse_quantised(path: Path, keys: Iterable[str]) -> None:
+    """Raises if the weights of a folder are quantised.
+
+    Raises:
+        CheckpointError: names the format, and what is accepted.
+    """
+    name = quantisation(path, keys)
+    if name is not None:
+        raise CheckpointError(
+            f"{path} holds quantised weights ({name}). Only bf16, f16 and f32 weights are read "
+            "at present: convert it to bf16 first, or use the unquantised release"
+        )
+
+
+def _raw_config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes(), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return content
+
+
+def _declared(config: Mapping[str, Any]) -> str | None:
+    """The format that a config names; MLX writes `quantization`, and mirrors it methodless."""
+    inner = config.get("text_config")
+    for level in (config, inner if isinstance(inner, dict) else {}):
+        if level.get("quantization"):
+            return "MLX"
+        details = level.get("quantization_config")
+        if not details:
+            continue
+        method = details.get("quant_method") if isinstance(details, dict) else details
+        if method is None:
+            return "MLX" if "group_size" in details else "unknown quantization_config"
+        name = _METHODS.get(str(method), str(method))
+        packing = details.get("format") if isinstance(details, dict) else None
+        return f"{name}, {packing}" if packing and name == "compressed-tensors" else name
+    return None
+
+
+def _evident(keys: Iterable[str]) -> str | None:
+    endings = {key.rpartition(".")[2] for key in keys}
+    return next((name for segment, name in _SEGMENTS if segment in endings), None)

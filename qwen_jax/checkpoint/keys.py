@@ -1,0 +1,60 @@
+"""Keys of model folders: prefixes of the text model, and tensors that it does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+HEAD = "lm_head.weight"
+
+Prefix = Literal["model.", "model.language_model.", "language_model.model."]
+HeadPrefix = Literal["", "language_model."]
+
+PREFIXES: tuple[Prefix, ...] = ("model.", "model.language_model.", "language_model.model.")
+HEAD_PREFIXES: tuple[HeadPrefix, ...] = ("", "language_model.")
+
+_CONTAINERS = ("model", "language_model")
+_SKIPPED = {"mtp": "mtp", "visual": "visual", "vision_tower": "visual"}
+
+
+class Key(NamedTuple):
+    """One key taken apart.
+
+    Attributes:
+        kind: "text" (a tensor of the text model), "mtp", "visual" or "rotary" (not used by it),
+            or "unknown".
+        path: the tree path if `kind` is "text", else the key itself.
+        prefix: what stands before the tree path; empty if `kind` is not "text".
+    """
+
+    kind: Literal["text", "mtp", "visual", "rotary", "unknown"]
+    path: str
+    prefix: str = ""
+
+
+def parse_key(key: str) -> Key:
+    """Takes a key apart by whole segments.
+
+    Args:
+        key: a key of a model folder, such as `model.language_model.layers.0.mlp.gate.weight`.
+
+    Returns:
+        Its kind and, for a tensor of the text model, its tree path. A key under a prefix that no
+        release uses is "unknown".
+    """
+    segments = key.split(".")
+    last = len(segments) - 1
+    depth = next((i for i, s in enumerate(segments[:-1]) if s not in _CONTAINERS), last)
+    prefix, rest = "".join(f"{s}." for s in segments[:depth]), segments[depth:]
+    if rest[0] in _SKIPPED:
+        return Key("mtp" if rest[0] == "mtp" else "visual", key)
+    if rest[-2:] == ["rotary_emb", "inv_freq"]:
+        return Key("rotary", key)
+    path = ".".join(rest)
+    known = prefix in HEAD_PREFIXES if path == HEAD else prefix in PREFIXES
+    return Key("text", path, prefix) if known else Key("unknown", key)
+
+
+def speller(prefix: str, head_prefix: str = "") -> Callable[[str], str]:
+    """Gives the function from tree paths to keys under a prefix: the inverse of `parse_key`."""
+    return lambda path: (head_prefix if path == HEAD else prefix) + path

@@ -1,0 +1,131 @@
+"""Weights on their way from a folder to the device, one tree tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from ..errors import CheckpointError
+from .plan import LoadPlan, Source
+from .problems import Problems
+from .safetensors_io import TensorFolder
+from .tensors import tree_tensors
+
+if TYPE_CHECKING:
+    from ..config import QwenConfig
+
+MODEL_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+
+def abstract_parameters(
+    config: QwenConfig, dtype: str | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Lists the parameter tree without allocating it.
+
+    Args:
+        config: the model.
+        dtype: "bfloat16" or "float32"; None means the configuration's. A_log, dt_bias and the
+            gated norm of linear attention are float32 whatever it is.
+
+    Returns:
+        Shape and dtype by tree path.
+
+    Raises:
+        CheckpointError: another dtype.
+    """
+    name = config.dtype if dtype is None else dtype
+    if name not in MODEL_DTYPES:
+        raise CheckpointError(
+            f"dtype {name!r} is not supported; accepted: {', '.join(MODEL_DTYPES)} "
+            "(weights stored in float16 are cast)"
+        )
+    return {
+        path: jax.ShapeDtypeStruct(
+            tensor.shape, np.dtype(np.float32) if tensor.float32 else MODEL_DTYPES[name]
+        )
+        for path, tensor in tree_tensors(config).items()
+    }
+
+
+def load_parameters(
+    plan: LoadPlan,
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    progress: Callable[[str, int], None] | None = None,
+) -> dict[str, jax.Array]:
+    """Reads every tree tensor of a plan onto the device.
+
+    Each is read, regrouped and cast on the host, then copied to the device before the next is
+    begun, so that the host never holds more than one of them beside the mapped file.
+
+    Args:
+        plan: where each tensor comes from.
+        targets: shape, dtype and, optionally, sharding by tree path:
+            `abstract_parameters(plan.config)` or those of a module built from `plan.config`.
+        progress: called after each tensor with its path and its bytes on the device.
+
+    Returns:
+        The arrays by tree path, in the order of the plan.
+
+    Raises:
+        CheckpointError: `targets` is not the tree of `plan.config`, or a file changed since it
+            was opened.
+    """
+    _check_targets(plan, targets)
+    arrays = {}
+    for source in plan.sources:
+        target = targets[source.path]
+        host = assemble(plan.folder, source, np.dtype(target.dtype))
+        arrays[source.path] = array = _put(host, target.sharding)
+        del host
+        if progress is not None:
+            progress(source.path, array.nbytes)
+    return arrays
+
+
+def assemble(folder: TensorFolder, source: Source, dtype: np.dtype) -> np.ndarray:
+    """Builds one tree tensor on the host.
+
+    Args:
+        folder: the folder that the source was planned for.
+        source: the tensor.
+        dtype: dtype of the result.
+
+    Returns:
+        The tensor: a read-only view of the file if it is stored just so, else a new array.
+    """
+    only = source.pieces[0].key if len(source.pieces) == 1 else None
+    if only is not None and folder.tensors[only].shape == source.shape:
+        return folder.read(only).astype(dtype, copy=False)
+    tree = np.empty(source.shape, dtype)
+    for piece in source.pieces:
+        piece.gather(tree, folder.read(piece.key))
+    return tree
+
+
+def _put(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Copies an array to the device, and waits, since a copy under way keeps `host` alive."""
+    array = jax.device_put(host, sharding)
+    if not host.flags.writeable and all(d.platform == "cpu" for d in array.devices()):
+        # A CPU array may share memory with what it was made from, even with `may_alias=False`;
+        # one that shared the mapped file would change with it.
+        array = jax.device_put(host.copy(), sharding)
+    return array.block_until_ready()
+
+
+def _check_targets(plan: LoadPlan, targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    problems, sources = Problems(), {source.path: source for source in plan.sources}
+    problems.add("only in the folder's tree", *(p for p in sources if p not in targets))
+    problems.add("only in the targets", *(p for p in targets if p not in sources))
+    for path in sources.keys() & targets.keys():
+        expected, given = sources[path].shape, targets[path].shape
+        if expected != given:
+            problems.add("shapes", f"{path} is {list(expected)}, the target {list(given)}")
+    problems.raise_if_any(
+        f"{plan.folder.path}: the targets are not the parameter tree of the plan's configuration",
+        "Build the model from plan.config; its tie_word_embeddings may differ from the given one.",
+    )

@@ -1,0 +1,224 @@
+"""A model folder opened for reading: what it holds, and each tensor as a NumPy array.
+
+Which files belong to the model is decided by the index when there is one; a shard is
+memory-mapped, so that opening costs the headers only and reading a tensor copies nothing.
+
+A path in the index must stay inside the folder as written. A shard that is a symbolic link is
+followed wherever it leads, since the Hugging Face cache is built of links from snapshots to
+blobs.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .formats import refuse_other_files
+from .header import DTYPES, TensorInfo, read_header, without_duplicates
+from .problems import Problems, listed, show
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class TensorFolder:
+    """The tensors of one folder. Make one with `open_folder`.
+
+    Attributes:
+        path: the folder.
+        tensors: what each tensor is, by key; nothing of the data has been read.
+        shards: names of the files that hold them, relative to `path`.
+        notes: what a person should be told once, such as files that were ignored.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, TensorInfo], notes: tuple[str, ...]) -> None:
+        self.path = path
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.shards = tuple(sorted({info.shard for info in tensors.values()}))
+        self.notes = notes
+        self._maps: dict[str, mmap.mmap] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def read(self, name: str) -> np.ndarray:
+        """Gives one tensor as a read-only view of the mapped file, at an address of any alignment.
+
+        Args:
+            name: key of the tensor, as in `tensors`.
+
+        Returns:
+            An array of the shape and dtype in the file (bfloat16 and float8 as `ml_dtypes` has
+            them).
+
+        Raises:
+            CheckpointError: no such tensor, a dtype that NumPy cannot hold, or a file that has
+                changed since it was opened.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.path} holds no tensor {show(name)}")
+        dtype = DTYPES.get(info.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{show(info.shard)}: tensor {show(name)} has dtype {show(info.dtype)}; "
+                f"dtypes that can be read are {', '.join(DTYPES)}"
+            )
+        if info.nbytes == 0:
+            return np.empty(info.shape, dtype)
+        raw = np.frombuffer(self._map(info.shard), np.uint8)
+        if info.stop > raw.size:
+            raise CheckpointError(
+                f"{show(info.shard)}: the file has been cut short since it was opened"
+            )
+        return raw[info.start : info.stop].view(dtype).reshape(info.shape)
+
+    def _map(self, shard: str) -> mmap.mmap:
+        if shard not in self._maps:
+            try:
+                with (self.path / shard).open("rb") as stream:
+                    self._maps[shard] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{show(shard)}: {error}") from error
+        return self._maps[shard]
+
+
+def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
+    """Opens a folder of safetensors files in the Hugging Face layout.
+
+    Accepted: `model.safetensors.index.json` with its shards, else `model.safetensors`, else
+        exactly one `*.safetensors`.
+    Other safetensors files in the folder are ignored and named in `notes`.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        The opened folder; only headers have been read.
+
+    Raises:
+        CheckpointError: no such folder, no weights or weights of another format, a path that
+            leaves the folder, a missing, truncated or damaged shard, or an index that disagrees
+            with the shards. All faults of a kind are in one error.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        kind = "is not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"{path} {kind}; give the folder that holds config.json and the weights"
+        )
+    index = path / INDEX
+    placed = _read_index(index) if index.is_file() else None
+    shards = _single_shard(path) if placed is None else sorted(set(placed.values()))
+    _check_present(path, shards, placed)
+    tensors = _read_shards(path, shards, placed)
+    if not tensors:
+        raise CheckpointError(f"{path} holds no tensors: {listed(shards)} has an empty header")
+    present = {p.name for p in path.glob("*.safetensors")}
+    strays = sorted(present - set(shards))
+    why = f"{INDEX} does not list" if placed is not None else f"are not {shards[0]}"
+    notes = (f"ignored files that {why}: {listed(strays)}",) if strays else ()
+    return TensorFolder(path, tensors, notes)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Reads which shard holds which tensor; every shard path stays inside the folder."""
+    try:
+        content = json.loads(index.read_bytes(), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{INDEX} cannot be read: {error}") from error
+    placed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{INDEX} has no weight_map that says which file holds which tensor")
+    problems = Problems()
+    refused = [place for place in placed.values() if not _stays_inside(place)]
+    problems.add("refused paths", *dict.fromkeys(map(show, refused)))
+    problems.raise_if_any(
+        f"{INDEX} names files that are not plain paths inside the folder",
+        "Accepted: relative paths to .safetensors files, without '..' (the file may be a link).",
+    )
+    return placed
+
+
+def _stays_inside(shard: object) -> bool:
+    if not isinstance(shard, str) or not shard.isprintable() or "\\" in shard or ":" in shard:
+        return False
+    pure = PurePosixPath(shard)
+    plain = str(pure) == shard and not pure.is_absolute() and ".." not in pure.parts
+    return plain and pure.suffix == ".safetensors"
+
+
+def _single_shard(path: Path) -> list[str]:
+    """Picks the one file of a folder without an index."""
+    files = sorted(p.name for p in path.glob("*.safetensors"))
+    if SINGLE in files or len(files) == 1:
+        return [SINGLE] if SINGLE in files else files
+    if not files:
+        refuse_other_files(path)
+        raise CheckpointError(
+            f"{path} holds no *.safetensors; expected {INDEX} with its shards, or {SINGLE}"
+        )
+    raise CheckpointError(
+        f"{path} holds {len(files)} safetensors files and no {INDEX}: {listed(files)}; "
+        "fetch the index, or leave one file"
+    )
+
+
+def _check_present(path: Path, shards: list[str], placed: Mapping[str, str] | None) -> None:
+    problems = Problems()
+    for shard in shards:
+        file = path / shard
+        if file.is_file():
+            continue
+        held = sum(place == shard for place in placed.values()) if placed else 0
+        holds = f", which holds {held} of {len(placed)} tensors" if placed else ""
+        why = "not a regular file" if file.exists() else "missing"
+        why = (
+            "a symbolic link that leads nowhere" if file.is_symlink() and not file.exists() else why
+        )
+        problems.add("shards", f"{show(shard)}{holds}: {why}")
+    problems.raise_if_any(
+        f"{path} lacks files that its weights need",
+        "Download the folder again; a download that was interrupted leaves shards out.",
+    )
+
+
+def _read_shards(
+    path: Path, shards: list[str], placed: Mapping[str, str] | None
+) -> dict[str, TensorInfo]:
+    """Reads every header, and holds the index against what the shards have."""
+    problems, tensors = Problems(), {}
+    lacking = dict(placed or {})
+    for shard in shards:
+        try:
+            header = read_header(path / shard, shard)
+        except CheckpointError as error:
+            problems.add("unreadable", str(error))
+            lacking = {name: place for name, place in lacking.items() if place != shard}
+            continue
+        for name, info in header.items():
+            place = shard if placed is None else placed.get(name)
+            if place == shard:
+                tensors[name] = info
+                lacking.pop(name, None)
+            elif place is None:
+                problems.add("not in the index", f"{show(name)} (in {show(shard)})")
+            else:
+                where = f"{show(name)} is in {show(shard)}, the index says {show(place)}"
+                problems.add("in another shard than the index says, or in two", where)
+    for name, place in lacking.items():
+        problems.add("in the index only", f"{show(name)} (not in {show(place)})")
+    problems.raise_if_any(
+        f"{path}: the weights are damaged, or do not agree with {INDEX}",
+        "Download the files named above again; index and shards must come from one revision.",
+    )
+    return tensors

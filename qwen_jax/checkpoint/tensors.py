@@ -1,0 +1,155 @@
+"""The mapping table expanded for one model: the tensors of its tree, and of a folder with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from .keys import speller
+from .mapping import FORMS, LAYER_ROWS, MODEL_ROWS, Form, Layout, Row
+from .transforms import Piece
+
+if TYPE_CHECKING:
+    from ..config import QwenConfig
+
+Shape = tuple[int, ...]
+
+
+class TreeTensor(NamedTuple):
+    """A tensor of the parameter tree; `float32` where it keeps that dtype in every model."""
+
+    shape: Shape
+    float32: bool
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a folder, and which of its rows are which rows of which tree tensors."""
+
+    key: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+def tree_tensors(config: QwenConfig) -> dict[str, TreeTensor]:
+    """Lists the parameter tree of a configuration.
+
+    Args:
+        config: the model; with `tie_word_embeddings` the tree has no `lm_head.weight`.
+
+    Returns:
+        Shape and kept dtype by tree path.
+    """
+    return {
+        place.prefix + path: TreeTensor(place.shapes[path], row.float32)
+        for place in _places(config)
+        for path, row in place.rows.items()
+    }
+
+
+def stored_tensors(config: QwenConfig, layout: Layout) -> dict[str, StoredTensor]:
+    """Lists every tensor of a folder that holds a model in a given layout.
+
+    Args:
+        config: the model.
+        layout: prefix and grouping.
+
+    Returns:
+        Shape and pieces by key. Each row of each tree tensor is in exactly one piece.
+    """
+    spell = speller(layout.prefix, layout.head_prefix)
+    stored = expand(config, lambda form, _: getattr(layout, form.option) == form.value, spell)
+    return {tensor.key: tensor for tensor in stored}
+
+
+def expand(
+    config: QwenConfig, chosen: Callable[[Form, int], bool], spell: Callable[[str], str]
+) -> Iterator[StoredTensor]:
+    """Expands the mapping table over the layers and experts of a model.
+
+    Args:
+        config: the model.
+        chosen: whether a form is used in a layer; a tree tensor that no chosen form covers is
+            stored as it is.
+        spell: the key in the folder of a tree path, or of the key of a `Part` with its layer and
+            expert.
+
+    Yields:
+        The stored tensors of the model, layer by layer.
+    """
+    for place in _places(config):
+        forms = [f for f in FORMS if f.paths[0] in place.rows and chosen(f, place.layer)]
+        for form in forms:
+            yield from _expand_form(form, place, spell)
+        grouped = {path for form in forms for path in form.paths}
+        for path in (path for path in place.rows if path not in grouped):
+            shape, key = place.shapes[path], spell(place.prefix + path)
+            whole = Piece(place.prefix + path, key, 1, 0, shape[0], 0)
+            yield StoredTensor(key, shape, (whole,))
+
+
+class _Place(NamedTuple):
+    """The model itself (layer -1) or a layer: prefix of paths, rows that it has, and sizes."""
+
+    layer: int
+    prefix: str
+    rows: dict[str, Row]
+    shapes: dict[str, Shape]
+    sizes: dict[str, int]
+
+
+def _places(config: QwenConfig) -> Iterator[_Place]:
+    for layer in range(-1, config.num_hidden_layers):
+        table = LAYER_ROWS if layer >= 0 else MODEL_ROWS
+        rows = {row.path: row for row in table if row.when(config, layer)}
+        sizes = _sizes(config, layer) if layer >= 0 else _model_sizes(config)
+        shapes = {path: _shape(row.shape, sizes) for path, row in rows.items()}
+        yield _Place(layer, f"layers.{layer}." if layer >= 0 else "", rows, shapes, sizes)
+
+
+def _expand_form(form: Form, place: _Place, spell: Callable[[str], str]) -> Iterator[StoredTensor]:
+    """Yields the stored tensors of one form in one layer, expert by expert where stacked."""
+    for expert in range(place.sizes["E"]) if form.stacked else (None,):
+        used = dict.fromkeys(form.paths, 0)
+        for part in form.parts:
+            key = spell(place.prefix + part.key.replace("{e}", str(expert)))
+            blocks, start, pieces = _extent(part.blocks, place.sizes), 0, []
+            for path, extent in part.segments:
+                rows, full = _extent(extent, place.sizes), place.prefix + path
+                pieces.append(Piece(full, key, blocks, start, rows, used[path], expert))
+                used[path] += blocks * rows
+                start += rows
+            trailing = place.shapes[part.segments[0][0]][2 if form.stacked else 1 :]
+            yield StoredTensor(key, (blocks * start, *trailing), tuple(pieces))
+
+
+def _model_sizes(config: QwenConfig) -> dict[str, int]:
+    return {"V": config.vocab_size, "D": config.hidden_size}
+
+
+def _sizes(config: QwenConfig, layer: int) -> dict[str, int]:
+    """Values of the letters of `mapping` in one layer, without those of parts that it lacks."""
+    sizes = _model_sizes(config)
+    if config.layer_types[layer] == "linear_attention":
+        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        sizes |= {"Hk": key_heads, "Hv": value_heads, "R": value_heads // key_heads}
+        sizes |= {"Dk": config.linear_key_head_dim, "Dv": config.linear_value_head_dim}
+        sizes |= {"C": config.conv_dim, "W": config.linear_conv_kernel_dim}
+    else:
+        sizes |= {"N": config.num_attention_heads, "K": config.num_key_value_heads}
+        sizes |= {"H": config.head_dim, "G": 2 if config.attn_gate else 1}
+    if config.is_sparse(layer):
+        sizes |= {"E": config.num_experts, "F": config.width("moe_intermediate_size", layer)}
+        sizes |= {"Fs": config.width("shared_expert_intermediate_size", layer)}
+    else:
+        sizes |= {"Fd": config.width("intermediate_size", layer)}
+    return sizes
+
+
+def _shape(letters: str, sizes: dict[str, int]) -> Shape:
+    return tuple(_extent(product, sizes) for product in letters.split())
+
+
+def _extent(product: str, sizes: dict[str, int]) -> int:
+    """Value of a product of letters and numbers, such as `2*F`."""
+    return math.prod(int(f) if f.isdecimal() else sizes[f] for f in product.split("*"))

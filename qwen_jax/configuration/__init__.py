@@ -1,0 +1,1 @@
+"""What stands behind `qwen_jax.config`: families, spellings of `config.json`, and checks."""

@@ -1,0 +1,22 @@
+"""Prefill, decode step and decode loop: pure functions over a model and a cache, and the drivers on top of them."""
+
+from .loop import decode_loop, stream
+from .prompt import prefill_prompts
+from .sampling import SamplingOptions, SamplingParams, sample
+from .state import DecodeState, FinishReason, init_state
+from .step import StepOutput, decode_step, prefill
+
+__all__ = [
+    "DecodeState",
+    "FinishReason",
+    "SamplingOptions",
+    "SamplingParams",
+    "StepOutput",
+    "decode_loop",
+    "decode_step",
+    "init_state",
+    "prefill",
+    "prefill_prompts",
+    "sample",
+    "stream",
+]

@@ -1,0 +1,98 @@
+"""Two drivers over one step: the whole loop inside jit, and a Python stream. They give the same tokens."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ..cache import Cache
+from ..errors import CacheFullError
+from ..model import CausalLM
+from .sampling import sample
+from .state import DecodeState, FinishReason, SampleRule, advance
+from .step import decode_step
+
+STEPS_BETWEEN_LOOKS = 16
+
+
+def decode_loop(
+    model: CausalLM,
+    cache: Cache,
+    state: DecodeState,
+    *,
+    sample: SampleRule = sample,
+    max_steps: int | Int[Array, ""] | None = None,
+) -> tuple[DecodeState, Cache]:
+    """Generate until every row has ended, in one `lax.while_loop`. Pure; call it under jit with cache and state donated.
+
+    Args:
+        model: the model.
+        cache: holds each row's prompt, and its output but for `state.last`.
+        state: from `init_state`.
+        sample: the sampling rule (static under jit).
+        max_steps: stop after so many steps even if rows go on; may be traced. Calling again continues.
+
+    Returns:
+        State and cache. Look at `state.reason`: a row with CACHE_FULL ran out of blocks, one with NOT_FINITE met NaN or infinite
+        logits; neither took a token then.
+    """
+    limit = state.tokens.shape[1] if max_steps is None else max_steps
+    limit = jnp.asarray(limit, jnp.int32)
+
+    def goes_on(carry: tuple[DecodeState, Cache, Array]) -> Array:
+        state, _, steps = carry
+        return jnp.any(state.active) & (steps < limit)
+
+    def step(carry: tuple[DecodeState, Cache, Array]) -> tuple[DecodeState, Cache, Array]:
+        state, cache, steps = carry
+        output, cache = decode_step(model, cache, state.last, active=state.active)
+        return advance(state, output.logits, cache.overflow, sample), cache, steps + 1
+
+    state, cache, _ = jax.lax.while_loop(goes_on, step, (state, cache, jnp.int32(0)))
+    return state, cache
+
+
+run_steps = jax.jit(
+    decode_loop, static_argnames=("sample",), donate_argnames=("cache", "state")
+)
+"""`decode_loop` compiled, with cache and state donated."""
+
+
+def stream(
+    model: CausalLM, cache: Cache, state: DecodeState, *, sample: SampleRule = sample
+) -> Iterator[tuple[DecodeState, Cache]]:
+    """Yield the state as it grows: at once, then after 1, 2, 4, ... and every 16 steps, until all rows have ended.
+
+    Looking at tokens costs a trip to the device, so the looks get rarer; a program is compiled once for all of them.
+    Each yielded state and cache is donated by the next step: read what you need before going on.
+
+    Raises:
+        CacheFullError: a row ran out of blocks.
+        FloatingPointError: the model computed NaN or infinite logits.
+    """
+    yield state, cache
+    steps = 1
+    while bool(jnp.any(state.active)):
+        state, cache = run_steps(model, cache, state, sample=sample, max_steps=jnp.int32(steps))
+        raise_on_failure(state, cache)
+        yield state, cache
+        steps = min(2 * steps, STEPS_BETWEEN_LOOKS)
+
+
+def raise_on_failure(state: DecodeState, cache: Cache) -> None:
+    """Turn the flags of failed rows into an error that names them."""
+    reason = jax.device_get(state.reason)
+    full = [row for row, why in enumerate(reason) if why == FinishReason.CACHE_FULL]
+    if full:
+        lengths = [int(n) for n in jax.device_get(cache.length)]
+        raise CacheFullError(
+            f"cache: rows {full} found no free block; lengths are {lengths} with {cache.block_size} tokens a block and "
+            f"{cache.blocks.free.shape[0] - 1} blocks in the pool; use a larger max_length or num_blocks, or fewer rows"
+        )
+    broken = [row for row, why in enumerate(reason) if why == FinishReason.NOT_FINITE]
+    if broken:
+        raise FloatingPointError(
+            f"rows {broken}: the model gave NaN or infinite logits; check the weights, or use dtype float32"
+        )

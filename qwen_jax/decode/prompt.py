@@ -1,0 +1,118 @@
+"""Prompts into a cache: padded to a few lengths, cut in chunks, so that service never recompiles and memory stays bounded."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..cache import Cache
+from ..errors import CacheFullError, RequestError
+from ..model import CausalLM
+from .step import StepOutput, prefill
+
+CHUNK_SIZE = 512
+SMALLEST_BUCKET = 16
+
+run_prefill = jax.jit(
+    prefill, static_argnames=("padding", "capture", "all_logits"), donate_argnames=("cache",)
+)
+"""`prefill` compiled, with the cache donated."""
+
+
+def prefill_prompts(
+    model: CausalLM,
+    cache: Cache,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Array, Cache]:
+    """Enter one prompt a row, chunk by chunk, and return the logits after each prompt's last token.
+
+    Args:
+        model: the model.
+        cache: empty rows, or rows to continue; donated.
+        prompts: token ids, one sequence a row; none may be empty.
+        chunk_size: most tokens of a row in one call; memory grows with it.
+
+    Returns:
+        float32 logits [B, V], and the cache.
+
+    Raises:
+        RequestError: an empty prompt, a wrong number of prompts, an id outside the vocabulary, or a chunk size below 1.
+        CacheFullError: a prompt longer than the cache has room for. Checked before anything is entered.
+    """
+    check_prompts(model, cache, prompts, chunk_size)
+    longest = max(len(prompt) for prompt in prompts)
+    logits: Array | None = None
+    for begin in range(0, longest, chunk_size):
+        pieces = [prompt[begin : begin + chunk_size] for prompt in prompts]
+        tokens, lengths = pad(pieces, chunk_size)
+        output, cache = run_prefill(model, cache, tokens, lengths)
+        logits = output.logits if logits is None else _merge(logits, output, lengths)
+    assert logits is not None
+    return logits, cache
+
+
+def pad(pieces: Sequence[Sequence[int]], chunk_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] padded on the right to a bucket length, and lengths [B]; int32."""
+    lengths = np.array([len(piece) for piece in pieces], np.int32)
+    tokens = np.zeros((len(pieces), bucket(int(lengths.max()), chunk_size)), np.int32)
+    for row, piece in enumerate(pieces):
+        tokens[row, : len(piece)] = piece
+    return tokens, lengths
+
+
+def bucket(length: int, largest: int) -> int:
+    """The smallest power of two that holds `length`, from 16 on, but never above `largest`."""
+    size = SMALLEST_BUCKET
+    while size < length:
+        size *= 2
+    return min(size, max(largest, length))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _select(old: Array, new: Array, lengths: Array) -> Array:
+    return jnp.where((lengths > 0)[:, None], new, old)
+
+
+def _merge(logits: Array, output: StepOutput, lengths: np.ndarray) -> Array:
+    """Keep the newest logits of rows that had tokens in this chunk."""
+    return _select(logits, output.logits, jnp.asarray(lengths))
+
+
+def check_prompts(
+    model: CausalLM, cache: Cache, prompts: Sequence[Sequence[int]], chunk_size: int
+) -> None:
+    """Refuse prompts that the cache or the vocabulary cannot take."""
+    rows, width = cache.blocks.table.shape
+    if chunk_size < 1:
+        raise RequestError(f"prefill_chunk_size is {chunk_size}; accepted is a whole number from 1 on")
+    if len(prompts) != rows:
+        raise RequestError(f"{len(prompts)} prompts for a cache of {rows} rows; give one a row")
+    for row, prompt in enumerate(prompts):
+        check_ids(prompt, model.config.vocab_size, row)
+    before = np.asarray(cache.length)
+    for row, prompt in enumerate(prompts):
+        room = width * cache.block_size - int(before[row])
+        if len(prompt) > room:
+            raise CacheFullError(
+                f"prompt {row} has {len(prompt)} tokens, but its cache row has room for {room}; "
+                "make the cache with a larger max_length or shorten the prompt"
+            )
+
+
+def check_ids(prompt: Sequence[int], vocab_size: int, row: int) -> None:
+    """Refuse an empty prompt and ids outside the vocabulary."""
+    if len(prompt) == 0:
+        raise RequestError(f"prompt {row} is empty; give at least one token")
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError(f"prompt {row} holds {ids.dtype} values; accepted is a list of token ids")
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise RequestError(
+            f"prompt {row}: id {int(wrong[0])} is outside the vocabulary; accepted are 0 to {vocab_size - 1}"
+        )

@@ -1,0 +1,199 @@
+"""Sampling: options for a caller, arrays for the device, and the rule that turns logits into a token."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from .state import DecodeState
+
+LARGEST_SEED = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How to choose the next token of one sequence. The defaults are greedy.
+
+    Attributes:
+        temperature: 0 takes the most likely token; above, logits are divided by it.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all, so does a k beyond the vocabulary.
+        top_p: keep the most likely tokens until their mass reaches top_p, always at least one; 0 keeps exactly one.
+        min_p: keep tokens with at least min_p times the probability of the most likely one.
+        repetition_penalty: above 1, logits of tokens in prompt or output are divided (positive) or multiplied (negative) by
+            it, once a token.
+        presence_penalty: subtracted from the logits of tokens in the output, once a token.
+        frequency_penalty: subtracted from the logits of tokens in the output, once an occurrence.
+        seed: 0 to 2^32 - 1; the row's tokens depend on nothing else of the batch. None draws a new one.
+
+    Raises:
+        RequestError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self):
+        _check(self, "temperature", 0.0, math.inf, "a number from 0 (greedy) on")
+        _check(self, "top_p", 0.0, 1.0, "a number from 0 to 1")
+        _check(self, "min_p", 0.0, 1.0, "a number from 0 to 1")
+        _check(self, "presence_penalty", -math.inf, math.inf, "a finite number")
+        _check(self, "frequency_penalty", -math.inf, math.inf, "a finite number")
+        _check(self, "repetition_penalty", 0.0, math.inf, "a number above 0; 1 is off")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty is 0; accepted is a number above 0; 1 is off")
+        if not _is_int(self.top_k) or self.top_k < -1:
+            raise RequestError(
+                f"top_k is {self.top_k!r}; accepted is a whole number from 1 on, or 0 or -1 for no limit"
+            )
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed <= LARGEST_SEED):
+            raise RequestError(
+                f"seed is {self.seed!r}; accepted is a whole number from 0 to {LARGEST_SEED}, or None"
+            )
+
+    @classmethod
+    def from_generation_config(cls, folder: str | Path) -> "SamplingOptions":
+        """What the model's authors recommend: `generation_config.json`, greedy where it says so or is absent."""
+        values = read_generation_config(folder)
+        if not values.get("do_sample", False):
+            return cls()
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: values[name] for name in names if values.get(name) is not None}
+        return cls(**{"temperature": 1.0, **given})
+
+
+def read_generation_config(folder: str | Path) -> dict[str, Any]:
+    """The content of a folder's `generation_config.json`; empty if there is none."""
+    path = Path(folder) / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error}); mend or remove the file") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds a {type(values).__name__}; accepted is a JSON object")
+    return values
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(options: SamplingOptions, name: str, low: float, high: float, accepted: str) -> None:
+    value = getattr(options, name)
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}; accepted is {accepted}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """`SamplingOptions` of B sequences as arrays [B]: float32, but top_k int32 and seed uint32."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    seed: Array
+
+    @classmethod
+    def stack(cls, options: Sequence[SamplingOptions]) -> "SamplingParams":
+        """One row an option; rows without a seed get a fresh random one."""
+        fresh = np.random.default_rng().integers(0, LARGEST_SEED, len(options), endpoint=True)
+        seeds = [o.seed if o.seed is not None else int(s) for o, s in zip(options, fresh, strict=True)]
+        columns: dict[str, Array] = {"seed": jnp.asarray(np.array(seeds, np.uint32))}
+        for field in dataclasses.fields(SamplingOptions):
+            if field.name != "seed":
+                kind = np.int32 if field.name == "top_k" else np.float32
+                values = np.array([getattr(o, field.name) for o in options], kind)
+                columns[field.name] = jnp.asarray(values)
+        return cls(**columns)
+
+
+def sample(logits: Float[Array, "B V"], state: "DecodeState") -> Int[Array, " B"]:
+    """The default rule: penalties, temperature, top-k, top-p, min-p in transformers' order, then a draw.
+
+    Args:
+        logits: float32; ids beyond the tokenizer are already at -inf.
+        state: supplies options, history and the number of tokens drawn so far.
+    """
+    params = state.sampling
+    logits = jax.lax.cond(_any_penalty(params), penalise, lambda logits, _: logits, logits, state)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    random = params.temperature > 0
+
+    def draw() -> Array:
+        filtered = keep_likely(logits, params)
+        noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(
+            params.seed, state.count, logits.shape[1]
+        )
+        return jnp.where(random, jnp.argmax(filtered + noise, axis=-1).astype(jnp.int32), greedy)
+
+    return jax.lax.cond(jnp.any(random), draw, lambda: greedy)
+
+
+def _gumbel(seed: Array, count: Array, size: int) -> Array:
+    """Noise that depends on the row's seed and on how many tokens it has drawn, and on nothing else."""
+    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), (size,), jnp.float32)
+
+
+def _any_penalty(params: SamplingParams) -> Bool[Array, ""]:
+    return jnp.any(
+        (params.repetition_penalty != 1)
+        | (params.presence_penalty != 0)
+        | (params.frequency_penalty != 0)
+    )
+
+
+def penalise(logits: Float[Array, "B V"], state: "DecodeState") -> Float[Array, "B V"]:
+    """Repetition penalty over prompt and output; presence and frequency penalties over the output alone."""
+    params = state.sampling
+    repeat = params.repetition_penalty[:, None]
+    seen = state.in_prompt | (state.occurrences > 0)
+    scaled = jnp.where(logits > 0, logits / repeat, logits * repeat)
+    logits = jnp.where(seen, scaled, logits)
+    count = state.occurrences.astype(jnp.float32)
+    logits = logits - params.presence_penalty[:, None] * jnp.minimum(count, 1.0)
+    return logits - params.frequency_penalty[:, None] * count
+
+
+def keep_likely(logits: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:
+    """Logits over the temperature, -inf where top-k, top-p or min-p drop a token.
+
+    Tokens are ranked once, by falling logit and rising id, so that exactly k survive top-k whatever ties there are.
+    """
+    vocabulary = logits.shape[1]
+    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
+    scaled = logits / temperature[:, None]
+    ranked, order = jax.lax.top_k(scaled, vocabulary)
+    rank = jnp.arange(vocabulary, dtype=jnp.int32)[None, :]
+    limit = jnp.where(params.top_k > 0, params.top_k, vocabulary)[:, None]
+    ranked = jnp.where(rank < limit, ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept = (before < params.top_p[:, None]) | (params.top_p[:, None] >= 1)
+    kept &= probability >= params.min_p[:, None] * probability[:, :1]
+    kept = (kept | (rank == 0)) & jnp.isfinite(ranked)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    keep = jnp.zeros(logits.shape, jnp.bool_).at[rows, order].set(kept)
+    return jnp.where(keep, scaled, -jnp.inf)

@@ -1,0 +1,152 @@
+"""The state of a generation, carried through the decode loop."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from .sampling import SamplingOptions, SamplingParams, sample
+
+SampleRule = Callable[[Array, "DecodeState"], Array]
+"""Your own rule: float32 logits [B, V] and the state -> int32 ids [B]. Pure and jittable."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a row stopped; RUNNING while it has not."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    CACHE_FULL = 3
+    NOT_FINITE = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """B generations in flight.
+
+    Attributes:
+        tokens: int32 [B, N], generated ids; column i holds the i-th new token, 0 beyond `count`.
+        logprobs: float32 [B, N], log-probability of each generated token under the model's own distribution (temperature 1, no
+            filter, no penalty).
+        count: int32 [B], generated tokens. A stop token counts.
+        last: int32 [B], newest token, not yet in the cache.
+        reason: int32 [B], a `FinishReason`.
+        max_tokens: int32 [B], at most N.
+        stop_ids: int32 [n], ids that end a row.
+        vocab_size: int32 [], ids from here on are never sampled: the head may be wider than the tokenizer.
+        sampling: options of each row.
+        in_prompt: bool [B, V], tokens of the prompt, for the repetition penalty.
+        occurrences: int32 [B, V], how often each token was generated.
+    """
+
+    tokens: Array
+    logprobs: Array
+    count: Array
+    last: Array
+    reason: Array
+    max_tokens: Array
+    stop_ids: Array
+    vocab_size: Array
+    sampling: SamplingParams
+    in_prompt: Array
+    occurrences: Array
+
+    @property
+    def active(self) -> Bool[Array, " B"]:
+        """Rows that go on."""
+        return self.reason == FinishReason.RUNNING
+
+
+def init_state(
+    logits: Float[Array, "B V"],
+    *,
+    max_tokens: int | Int[Array, " B"],
+    capacity: int | None = None,
+    stop_ids: Sequence[int] = (),
+    sampling: SamplingParams | SamplingOptions | None = None,
+    vocab_size: int | Int[Array, ""] | None = None,
+    prompt_tokens: Int[Array, "B V"] | Bool[Array, "B V"] | None = None,
+    sample: SampleRule = sample,
+) -> DecodeState:
+    """Start generating from the logits after the prompt; the first token is drawn here.
+
+    Args:
+        logits: float32, from `prefill`.
+        max_tokens: most new tokens of each row, from 1 on. It must be concrete unless `capacity` is given.
+        capacity: columns of the output buffer; max_tokens if None.
+        stop_ids: ids that end a row, such as `config.eos_token_id`.
+        sampling: options of each row, or one for all; greedy if None.
+        vocab_size: number of ids that may be sampled; V if None.
+        prompt_tokens: [B, V], non-zero at the prompt's tokens; only the repetition penalty needs it.
+        sample: the sampling rule; give the same one to the loop.
+    """
+    batch, vocabulary = logits.shape
+    if sampling is None or isinstance(sampling, SamplingOptions):
+        sampling = SamplingParams.stack([sampling or SamplingOptions()] * batch)
+    if capacity is None:
+        capacity = int(np.max(np.asarray(max_tokens)))
+    in_prompt = jnp.zeros((batch, vocabulary), jnp.bool_)
+    if prompt_tokens is not None:
+        in_prompt = jnp.asarray(prompt_tokens, jnp.bool_)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    state = DecodeState(
+        tokens=jnp.zeros((batch, capacity), jnp.int32),
+        logprobs=jnp.zeros((batch, capacity), jnp.float32),
+        count=zeros,
+        last=zeros,
+        reason=zeros,
+        max_tokens=jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,)),
+        stop_ids=jnp.asarray(stop_ids, jnp.int32).reshape(-1),
+        vocab_size=jnp.asarray(vocabulary if vocab_size is None else vocab_size, jnp.int32),
+        sampling=sampling,
+        in_prompt=in_prompt,
+        occurrences=jnp.zeros((batch, vocabulary), jnp.int32),
+    )
+    return advance(state, logits, jnp.zeros((batch,), jnp.bool_), sample)
+
+
+def advance(
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    overflow: Bool[Array, " B"],
+    sample: SampleRule,
+) -> DecodeState:
+    """Draw the next token of each active row and note which rows end with it.
+
+    Args:
+        state: before.
+        logits: float32, after the newest token.
+        overflow: rows that could not enter their newest token into the cache; they end without a new one.
+        sample: the sampling rule.
+    """
+    batch, vocabulary = logits.shape
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    possible = jnp.arange(vocabulary, dtype=jnp.int32) < state.vocab_size
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    logits = jnp.where(possible[None, :], logits, -jnp.inf)
+    token = sample(logits, state)
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=1)[:, 0]
+
+    takes = state.active & ~overflow & finite
+    column = jnp.where(takes, state.count, state.tokens.shape[1])
+    count = state.count + takes.astype(jnp.int32)
+    stops = jnp.any(token[:, None] == state.stop_ids[None, :], axis=-1)
+    reason = jnp.where(count >= state.max_tokens, FinishReason.LENGTH, FinishReason.RUNNING)
+    reason = jnp.where(stops, FinishReason.STOP, reason)
+    reason = jnp.where(finite, reason, FinishReason.NOT_FINITE)
+    reason = jnp.where(overflow, FinishReason.CACHE_FULL, reason)
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[rows, column].set(token, mode="drop"),
+        logprobs=state.logprobs.at[rows, column].set(logprob, mode="drop"),
+        count=count,
+        last=jnp.where(takes, token, state.last),
+        reason=jnp.where(state.active, reason, state.reason).astype(jnp.int32),
+        occurrences=state.occurrences.at[rows, token].add(takes.astype(jnp.int32)),
+    )

@@ -1,0 +1,94 @@
+"""One forward pass over a cache: `prefill` for many new tokens, `decode_step` for one."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ..cache import Cache, allocate
+from ..model import Capture, CausalLM, Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What a step computed.
+
+    Attributes:
+        logits: float32 [B, V] after the last real token of each row ([B, T, V] with `all_logits`). A row without a real token in
+            this call has no meaningful logits.
+        routing: layer number -> Routing, for the MoE layers; empty with capture "none".
+    """
+
+    logits: Array
+    routing: dict[int, Routing]
+
+
+def prefill(
+    model: CausalLM,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    padding: Literal["right", "left"] = "right",
+    capture: Capture = "none",
+    all_logits: bool = False,
+) -> tuple[StepOutput, Cache]:
+    """Append tokens to the sequences in the cache. Pure; call it under jit with the cache donated.
+
+    A long prompt may come in any number of calls: the result is the same up to rounding.
+
+    Args:
+        model: the model.
+        cache: what the rows hold so far.
+        tokens: int32 ids.
+        lengths: real tokens of each row, 0 to T; a row with 0 stays as it is.
+        padding: on which side of the real tokens the padding is.
+        capture: how much of the routing to return (static).
+        all_logits: logits of every position instead of the last one's (static).
+
+    Returns:
+        The output and the new cache. A row that found no free block takes no token and has `cache.overflow` set.
+    """
+    if padding == "left":
+        tokens = _to_the_left(tokens, lengths)
+    blocks = allocate(cache.blocks, lengths, cache.block_size)
+    lengths = jnp.where(blocks.overflow, 0, lengths)
+    output = model.forward(tokens, cache.layers, blocks.length, lengths, blocks.table)
+    hidden = output.hidden_states[-1]
+    if not all_logits:
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
+        hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    blocks = dataclasses.replace(blocks, length=blocks.length + lengths)
+    cache = dataclasses.replace(cache, blocks=blocks, layers=output.caches)
+    return StepOutput(model.logits(hidden), output.captured(capture)), cache
+
+
+def decode_step(
+    model: CausalLM,
+    cache: Cache,
+    tokens: Int[Array, " B"],
+    *,
+    active: Bool[Array, " B"] | None = None,
+    capture: Capture = "none",
+) -> tuple[StepOutput, Cache]:
+    """Append one token to each sequence and return the logits of the next. Pure; call it under jit with the cache donated.
+
+    Args:
+        model: the model.
+        cache: what the rows hold so far.
+        tokens: int32 ids.
+        active: rows that take their token; the others stay as they are. All if None.
+        capture: how much of the routing to return (static).
+    """
+    lengths = jnp.ones_like(tokens) if active is None else active.astype(jnp.int32)
+    return prefill(model, cache, tokens[:, None], lengths, capture=capture)
+
+
+def _to_the_left(tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Int[Array, "B T"]:
+    """Rows padded on the left, moved so that they are padded on the right."""
+    width = tokens.shape[1]
+    index = jnp.arange(width, dtype=jnp.int32)[None, :] + (width - lengths)[:, None]
+    return jnp.take_along_axis(tokens, index % width, axis=1)

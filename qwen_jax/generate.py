@@ -1,0 +1,321 @@
+"""Text in, text out: `generate` and `stream_generate` over the jitted functions of `qwen_jax.decode`."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .cache import init_cache
+from .decode import (
+    DecodeState,
+    FinishReason,
+    SamplingOptions,
+    SamplingParams,
+    init_state,
+    prefill_prompts,
+    stream,
+)
+from .decode.prompt import CHUNK_SIZE, bucket, check_ids
+from .compile_time import running_time
+from .errors import RequestError
+from .model import CausalLM
+from .text import Detokenizer, StopMatcher, Tokenizer
+
+DEFAULT_MAX_TOKENS = 256
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """A generation, or one piece of it when streamed.
+
+    Attributes:
+        text: new text. In a stream the part that became certain with this piece, which may be empty.
+        tokens: new ids, a stop token included; of this piece in a stream.
+        logprobs: log-probability of each of `tokens` under the model's own distribution.
+        finish_reason: "stop" (a stop token or string), "length" (max_tokens), or None while the row goes on.
+        prompt_tokens: length of the prompt.
+        generation_tokens: tokens generated so far.
+        prompt_tps: prompt tokens a second, all rows together; compilation left out.
+        generation_tps: generated tokens a second of this row, first token and compilation left out.
+        index: number of the prompt in the batch.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"] | None
+    prompt_tokens: int
+    generation_tokens: int
+    prompt_tps: float
+    generation_tps: float
+    index: int = 0
+
+
+@overload
+def generate(
+    model: CausalLM, tokenizer: Tokenizer | None, prompt: Prompt, **options
+) -> GenerationResult: ...
+@overload
+def generate(
+    model: CausalLM, tokenizer: Tokenizer | None, prompt: Sequence[Prompt], **options
+) -> list[GenerationResult]: ...
+def generate(model, tokenizer, prompt, **options):
+    """Generate to the end. Arguments and errors are those of `stream_generate`.
+
+    Returns:
+        A `GenerationResult`, or a list of them where `prompt` is a list of prompts.
+    """
+    single, prompts = _as_batch(prompt)
+    pieces: list[list[GenerationResult]] = [[] for _ in prompts]
+    for piece in stream_generate(model, tokenizer, prompts, **options):
+        pieces[piece.index].append(piece)
+    results = [_join(row) for row in pieces]
+    return results[0] if single else results
+
+
+def stream_generate(
+    model: CausalLM,
+    tokenizer: Tokenizer | None,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_tokens: int | None = None,
+    sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    max_model_len: int | None = None,
+    prefill_chunk_size: int = CHUNK_SIZE,
+) -> Iterator[GenerationResult]:
+    """Generate, yielding one piece a token of each row.
+
+    Args:
+        model: from `qwen_jax.load`.
+        tokenizer: from `qwen_jax.load`; None if prompts are ids and no text is wanted.
+        prompt: a string (used as it is, without chat template), a list of ids, or a list of either.
+        max_tokens: most new tokens a prompt. 0 gives an empty result. None: 256, or what the context has room for.
+        sampling: options for all prompts, or one for each; greedy if None.
+        stop: strings that end a generation; they are not part of the text.
+        ignore_eos: go on through the model's end tokens.
+        max_model_len: most tokens of prompt and generation together; the model's own limit if None.
+        prefill_chunk_size: most prompt tokens a row in one forward pass.
+
+    Raises:
+        RequestError: a prompt, option or limit outside what is accepted; before any work on the device.
+    """
+    _, prompts = _as_batch(prompt)
+    ids = [_encode(model, tokenizer, p, row) for row, p in enumerate(prompts)]
+    longest = max(len(row) for row in ids)
+    max_tokens = _check_limits(model, longest, max_tokens, max_model_len)
+    params = _sampling_rows(sampling, len(ids))
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if stops and tokenizer is None:
+        raise RequestError("stop strings need a tokenizer; this model folder has none")
+    rows = [_Row(i, len(row), tokenizer, stops) for i, row in enumerate(ids)]
+    return _run(model, ids, rows, params, max_tokens, tokenizer, ignore_eos, prefill_chunk_size)
+
+
+def _run(
+    model: CausalLM,
+    ids: list[list[int]],
+    rows: list["_Row"],
+    params: list[SamplingOptions],
+    max_tokens: int,
+    tokenizer: Tokenizer | None,
+    ignore_eos: bool,
+    chunk_size: int,
+) -> Iterator[GenerationResult]:
+    if max_tokens == 0:
+        for row in rows:
+            yield row.piece("", [], [], "length")
+        return
+    length = _cache_length(max(len(row) for row in ids) + max_tokens)
+    cache = init_cache(model.config, len(ids), length)
+    begin = running_time()
+    logits, cache = prefill_prompts(model, cache, ids, chunk_size=chunk_size)
+    state = _start(
+        logits,
+        max_tokens=jnp.asarray(max_tokens, jnp.int32),
+        capacity=bucket(max_tokens, max_tokens * 2),
+        stop_ids=jnp.asarray(() if ignore_eos else model.config.eos_token_id, jnp.int32),
+        sampling=SamplingParams.stack(params),
+        vocab_size=_sampled_ids(model, tokenizer),
+        prompt_tokens=_tokens_present(ids, params, model.config.vocab_size),
+    )
+    jax.block_until_ready(state.count)
+    elapsed = running_time() - begin
+    for row in rows:
+        row.prompt_tps = sum(len(row) for row in ids) / elapsed
+    for state, _ in stream(model, cache, state):
+        count, reason, tokens, logprobs = jax.device_get(
+            (state.count, state.reason, state.tokens, state.logprobs)
+        )
+        for row in rows:
+            yield from row.take(tokens, logprobs, int(count[row.index]), int(reason[row.index]))
+        if all(row.finished for row in rows):
+            return
+
+
+_start = jax.jit(init_state, static_argnames=("capacity", "sample"))
+
+
+class _Row:
+    """The host's side of one generation: ids to text, stop strings, timing."""
+
+    def __init__(
+        self, index: int, prompt_tokens: int, tokenizer: Tokenizer | None, stops: Sequence[str]
+    ):
+        self.index = index
+        self.prompt_tokens = prompt_tokens
+        self.prompt_tps = 0.0
+        self.count = 0
+        self.finished = False
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=True)
+        self._stops = StopMatcher(stops)
+        self._first_token_at = 0.0
+
+    def take(
+        self, tokens: np.ndarray, logprobs: np.ndarray, count: int, reason: int
+    ) -> Iterator[GenerationResult]:
+        """Pieces for the tokens that are new since the last call."""
+        while self.count < count and not self.finished:
+            column, self.count = self.count, self.count + 1
+            if column == 0:
+                self._first_token_at = running_time()
+            last = self.count == count and reason != FinishReason.RUNNING
+            stopped_by_id = last and reason == FinishReason.STOP
+            text, stopped = self._text(None if stopped_by_id else int(tokens[self.index, column]), last)
+            why = "stop" if stopped or stopped_by_id else "length" if last else None
+            self.finished = why is not None
+            yield self.piece(
+                text, [int(tokens[self.index, column])], [float(logprobs[self.index, column])], why
+            )
+
+    def _text(self, token: int | None, last: bool) -> tuple[str, bool]:
+        """Text that became certain, and whether a stop string ended it."""
+        if self._detokenizer is None:
+            return "", False
+        new = "" if token is None else self._detokenizer.add(token)
+        if last:
+            new += self._detokenizer.finish()
+        text, stopped = self._stops.feed(new)
+        if last and not stopped:
+            text += self._stops.finish()
+        return text, stopped
+
+    def piece(
+        self,
+        text: str,
+        tokens: list[int],
+        logprobs: list[float],
+        finish_reason: Literal["stop", "length"] | None,
+    ) -> GenerationResult:
+        """A piece with this row's counts and rates."""
+        elapsed = running_time() - self._first_token_at
+        rate = (self.count - 1) / elapsed if self.count > 1 and elapsed > 0 else 0.0
+        return GenerationResult(
+            text,
+            tokens,
+            logprobs,
+            finish_reason,
+            self.prompt_tokens,
+            self.count,
+            self.prompt_tps,
+            rate,
+            self.index,
+        )
+
+
+def _join(pieces: list[GenerationResult]) -> GenerationResult:
+    """All pieces of a row as one result."""
+    return dataclasses.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        logprobs=[value for piece in pieces for value in piece.logprobs],
+    )
+
+
+def _as_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
+    """Whether this is a single prompt, and the prompts."""
+    if isinstance(prompt, str):
+        return True, [prompt]
+    if isinstance(prompt, np.ndarray | jax.Array):
+        prompt = np.asarray(prompt).tolist()
+    prompts = list(prompt)
+    if not prompts:
+        raise RequestError("prompt is empty; give text or at least one token id")
+    if isinstance(prompts[0], int | np.integer):
+        return True, [prompts]
+    return False, prompts
+
+
+def _encode(model: CausalLM, tokenizer: Tokenizer | None, prompt: Prompt, row: int) -> list[int]:
+    if not isinstance(prompt, str):
+        check_ids(list(prompt), model.config.vocab_size, row)
+        return [int(token) for token in prompt]
+    if tokenizer is None:
+        raise RequestError(
+            f"prompt {row} is text, but this model folder has no tokenizer; give token ids instead"
+        )
+    ids = tokenizer.encode(prompt)
+    check_ids(ids, model.config.vocab_size, row)
+    return ids
+
+
+def _check_limits(
+    model: CausalLM, longest: int, max_tokens: int | None, max_model_len: int | None
+) -> int:
+    """The number of new tokens, or an error that names both numbers."""
+    limit = model.config.max_position_embeddings if max_model_len is None else max_model_len
+    if limit < 1:
+        raise RequestError(f"max_model_len is {limit}; accepted is a whole number from 1 on")
+    if max_tokens is None:
+        max_tokens = min(DEFAULT_MAX_TOKENS, max(limit - longest, 0))
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
+        raise RequestError(f"max_tokens is {max_tokens!r}; accepted is a whole number from 0 on")
+    if longest + max_tokens > limit or longest >= limit + (max_tokens == 0):
+        raise RequestError(
+            f"a prompt of {longest} tokens and max_tokens {max_tokens} need {longest + max_tokens}, but the context is "
+            f"{limit}; shorten the prompt, lower max_tokens, or raise max_model_len"
+        )
+    return max_tokens
+
+
+def _sampling_rows(
+    sampling: SamplingOptions | Sequence[SamplingOptions] | None, rows: int
+) -> list[SamplingOptions]:
+    if sampling is None or isinstance(sampling, SamplingOptions):
+        return [sampling or SamplingOptions()] * rows
+    if len(sampling) != rows:
+        raise RequestError(f"{len(sampling)} sampling options for {rows} prompts; give one, or one each")
+    return list(sampling)
+
+
+def _sampled_ids(model: CausalLM, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Number of ids that may be sampled: the head may be wider than the tokenizer."""
+    vocabulary = model.config.vocab_size
+    known = vocabulary if tokenizer is None else min(vocabulary, tokenizer.vocab_size)
+    return np.asarray(known, np.int32)
+
+
+def _tokens_present(
+    ids: list[list[int]], params: list[SamplingOptions], vocab_size: int
+) -> np.ndarray:
+    """[B, V], True at the prompt's tokens; left empty where no row has a repetition penalty."""
+    present = np.zeros((len(ids), vocab_size), np.bool_)
+    for row, options in enumerate(params):
+        if options.repetition_penalty != 1:
+            present[row, ids[row]] = True
+    return present
+
+
+def _cache_length(tokens: int) -> int:
+    """Tokens rounded up to one of eight sizes an octave, so that few shapes are ever compiled."""
+    step = 64
+    while step * 16 <= tokens:
+        step *= 2
+    return -(-tokens // step) * step

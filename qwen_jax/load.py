@@ -1,0 +1,99 @@
+"""`load`: a model folder to a model on the device and its tokenizer."""
+
+import dataclasses
+import importlib.resources
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from flax import nnx
+
+from .checkpoint.parameters import abstract_parameters, load_parameters
+from .checkpoint.plan import LoadPlan, plan_load
+from .checkpoint.safetensors_io import open_folder
+from .config import QwenConfig
+from .decode.sampling import read_generation_config
+from .errors import CheckpointError
+from .memory import refuse_unless_fits
+from .model import CausalLM
+from .text import Tokenizer
+
+DEMO = "demo"
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    progress: Callable[[str, int], None] | None = None,
+    on_plan: Callable[[LoadPlan], None] | None = None,
+) -> tuple[CausalLM, Tokenizer | None]:
+    """Load a Hugging Face model folder of bf16, f16 or f32 weights.
+
+    Tensors go to the device one at a time: peak host memory is the largest tensor, peak device memory the model and that
+    tensor. The model's `config.eos_token_id` holds the end tokens of config, generation config and tokenizer together.
+
+    Args:
+        path: a folder, or "demo" for the bundled model.
+        dtype: "float32" or "bfloat16" for weights and activations; the configuration's own if None.
+        progress: called after each tensor with its path and bytes.
+        on_plan: called before loading with what was found, skipped tensors included.
+
+    Returns:
+        The model, and the tokenizer or None where the folder has none.
+
+    Raises:
+        ConfigError: the configuration is malformed or not implemented.
+        CheckpointError: files are missing, damaged, unsafe, quantised, or do not fit the configuration.
+        MemoryLimitError: the device is too small; nothing was loaded.
+    """
+    folder = find_folder(path)
+    config = QwenConfig.from_hf(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    plan = plan_load(open_folder(folder), config)
+    config = dataclasses.replace(
+        plan.config,
+        dtype=plan.config.dtype if dtype is None else dtype,
+        eos_token_id=_end_tokens(folder, config, tokenizer),
+    )
+    targets = abstract_parameters(config)
+    needed = sum(target.size * target.dtype.itemsize for target in targets.values())
+    refuse_unless_fits(needed, f"{folder.name} in {config.dtype}")
+    if on_plan is not None:
+        on_plan(plan)
+    arrays = load_parameters(plan, targets, progress=progress)
+    model = CausalLM(config)
+    nnx.update(model, nnx.from_flat_state(_flat(model, arrays)))
+    return model, tokenizer
+
+
+def find_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that a model argument means."""
+    if os.fspath(path) == DEMO and not Path(path).is_dir():
+        return Path(str(importlib.resources.files("qwen_jax") / "demo"))
+    folder = Path(path)
+    if not folder.is_dir():
+        kind = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(
+            f'{folder} {kind}; accepted is a model folder with config.json and safetensors, or "demo"'
+        )
+    return folder
+
+
+def _flat(model: CausalLM, arrays: dict) -> Iterable[tuple[tuple, nnx.Variable]]:
+    """The model's own variables, filled."""
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        variable.set_value(arrays[".".join(map(str, path))])
+        yield path, variable
+
+
+def _end_tokens(folder: Path, config: QwenConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """End tokens of configuration, generation configuration and tokenizer, each once."""
+    values = read_generation_config(folder).get("eos_token_id")
+    listed = values if isinstance(values, list) else [] if values is None else [values]
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in listed):
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'}: eos_token_id is {values!r}; accepted is an id, a list of ids, or null"
+        )
+    known = () if tokenizer is None else tokenizer.eos_token_ids
+    return tuple(dict.fromkeys((*config.eos_token_id, *listed, *known)))

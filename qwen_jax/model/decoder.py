@@ -1,0 +1,195 @@
+"""The decoder layer, and the whole model around it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ..cache import LayerCache
+from ..config import QwenConfig
+from ..errors import RequestError
+from .attention import Attention
+from .chunk import Chunk
+from .delta_net import GatedDeltaNet
+from .layers import MLP, Embedding, Linear, RMSNorm
+from .moe import SparseMoE
+from .rope import rotary
+from .routing import Capture, RouterContext, Routing
+
+
+class DecoderLayer(nnx.Module):
+    """Normalise, mix, add; normalise, feed, add. The configuration says which mixer and which feed-forward."""
+
+    def __init__(self, config: QwenConfig, layer: int):
+        norm = {"eps": config.rms_norm_eps, "zero_centred": config.zero_centred_norm}
+        self.input_layernorm = RMSNorm(config.hidden_size, config.dtype, **norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.dtype, **norm)
+        if config.layer_types[layer] == "linear_attention":
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = Attention(config, layer)
+        if config.is_sparse(layer):
+            self.mlp = SparseMoE(config, layer)
+        else:
+            hidden = config.width("intermediate_size", layer)
+            self.mlp = MLP(config.hidden_size, hidden, config.dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache | None, chunk: Chunk
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
+        """The layer's output, its cache with the new tokens in it, and its routing (None in a dense layer)."""
+        mixed, cache = self.mix(self.input_layernorm(x), cache, chunk)
+        x = x + mixed
+        fed, routing = self.feed(self.post_attention_layernorm(x), mixed, chunk)
+        return x + fed, cache, routing
+
+    def mix(self, x: Array, cache: Any, chunk: Chunk) -> tuple[Array, Any]:
+        """The mixer: full attention or the gated delta net."""
+        mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+        return mixer(x, cache, chunk)
+
+    def feed(self, x: Array, mixed: Array, chunk: Chunk) -> tuple[Array, Routing | None]:
+        """The feed-forward: dense or sparse."""
+        if isinstance(self.mlp, SparseMoE):
+            return self.mlp(x, RouterContext(valid=chunk.valid, mixed=mixed))
+        return self.mlp(x), None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelOutput:
+    """What `model(tokens)` returns.
+
+    Attributes:
+        logits: float32 [B, T, V].
+        routing: layer number -> Routing, for the MoE layers alone; empty with capture "none".
+        hidden_states: embedding, output of each layer but the last, and the final norm's output, each [B, T, D]
+            (transformers' order); None unless asked for.
+    """
+
+    logits: Array
+    routing: dict[int, Routing]
+    hidden_states: tuple[Array, ...] | None = None
+
+
+class CausalLM(nnx.Module):
+    """The text model: embedding, decoder layers, final norm, head.
+
+    A new instance holds shapes only; see `initialise` and `qwen_jax.load`. The tree is Hugging Face's without the leading
+    `model.`: `model.layers[3].self_attn.q_proj.weight`.
+    """
+
+    def __init__(self, config: QwenConfig):
+        self.config = config
+        width = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, width, config.dtype)
+        self.layers = nnx.List([DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(
+            width, config.dtype, eps=config.rms_norm_eps, zero_centred=config.zero_centred_norm
+        )
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(width, config.vocab_size, config.dtype)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"] | np.ndarray,
+        lengths: Int[Array, " B"] | np.ndarray | None = None,
+        *,
+        capture: Capture = "full",
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Logits of every position, without a cache. Compiled once a shape.
+
+        Args:
+            tokens: int32 ids.
+            lengths: real tokens of each row, padding on the right; all of them if None.
+            capture: how much of the routing to return.
+            output_hidden_states: return the hidden states too.
+
+        Raises:
+            RequestError: an id outside the vocabulary, no token, or a wrong shape or dtype.
+        """
+        tokens = check_tokens(tokens, self.config.vocab_size)
+        if lengths is None:
+            lengths = np.full(tokens.shape[0], tokens.shape[1], np.int32)
+        return _forward(self, tokens, jnp.asarray(lengths, jnp.int32), capture, output_hidden_states)
+
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: tuple[LayerCache, ...] | None,
+        start: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        block_table: Int[Array, "B W"] | None = None,
+    ) -> "ForwardOutput":
+        """Run the layers over new tokens; the states of all layers go in and come out."""
+        offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        positions = jnp.where(offset < lengths[:, None], start[:, None] + offset, -1)
+        chunk = Chunk(start, lengths, positions, rotary(self.config, positions), block_table)
+        x = self.embed_tokens(jnp.where(chunk.valid, tokens, 0))
+        hidden, updated, routing = [x], [], {}
+        for i, layer in enumerate(self.layers):
+            x, cache, choice = layer(x, None if caches is None else caches[i], chunk)
+            hidden.append(x)
+            updated.append(cache)
+            if choice is not None:
+                routing[i] = choice
+        hidden[-1] = self.norm(x)
+        return ForwardOutput(tuple(hidden), None if caches is None else tuple(updated), routing)
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """The head on final hidden states; float32."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return jnp.einsum(
+            "...d,vd->...v", hidden, head.weight[...], preferred_element_type=jnp.float32
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOutput:
+    """Result of `CausalLM.forward`; unused parts cost nothing under jit."""
+
+    hidden_states: tuple[Array, ...]
+    caches: tuple[LayerCache, ...] | None
+    routing: dict[int, Routing]
+
+    def captured(self, capture: Capture) -> dict[int, Routing]:
+        """The routing, as much of it as asked for."""
+        if capture == "none":
+            return {}
+        return {layer: choice.captured(capture) for layer, choice in self.routing.items()}
+
+
+def check_tokens(tokens: Array | np.ndarray, vocab_size: int) -> Array:
+    """Token ids as an int32 array; values are checked unless they are traced."""
+    if isinstance(tokens, jax.core.Tracer):
+        return tokens
+    array = np.asarray(tokens)
+    if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
+        raise RequestError(
+            f"tokens: got an array of shape {array.shape} and dtype {array.dtype}; accepted are integer ids [B, T] "
+            "with at least one token; wrap a single prompt in a list"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(
+            f"tokens: id {wrong} is outside the vocabulary; accepted are 0 to {vocab_size - 1}"
+        )
+    return jnp.asarray(array, jnp.int32)
+
+
+@jax.jit(static_argnames=("capture", "output_hidden_states"))
+def _forward(
+    model: CausalLM, tokens: Array, lengths: Array, capture: Capture, output_hidden_states: bool
+) -> ModelOutput:
+    output = model.forward(tokens, None, jnp.zeros_like(lengths), lengths)
+    return ModelOutput(
+        model.logits(output.hidden_states[-1]),
+        output.captured(capture),
+        output.hidden_states if output_hidden_states else None,
+    )

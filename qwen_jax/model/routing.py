@@ -1,0 +1,83 @@
+"""What a router is, what it sees and what it answers. Statistics and further routers live in `qwen_jax.research`."""
+
+import dataclasses
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from .layers import parameter
+
+Capture = Literal["none", "ids", "full"]
+"""How much of the routing a forward pass returns: nothing, ids and weights, or those and the router's logits."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The choice of one MoE layer.
+
+    Attributes:
+        ids: int32 [B, T, A], experts in order of falling weight. At padding, and in slots that a router leaves empty, the id
+            is E (one past the last expert), so that scatters with `mode="drop"` and one-hot codes skip it.
+        weights: float32 [B, T, A], weight of each expert's output; 0 in empty slots.
+        logits: float32 [B, T, E] before any softmax, or None where not captured.
+    """
+
+    ids: Array
+    weights: Array
+    logits: Array | None = None
+
+    def captured(self, capture: Capture) -> "Routing":
+        """This routing with no more than `capture` asks for."""
+        return self if capture == "full" else dataclasses.replace(self, logits=None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterContext:
+    """What a router may look at beside the tokens themselves.
+
+    Attributes:
+        valid: bool [B, T], False at padding. Padding takes no expert, whatever the router says.
+        mixed: [B, T, D], this layer's mixer output, before the residual add.
+    """
+
+    valid: Array
+    mixed: Array
+
+
+class Router(Protocol):
+    """Anything that chooses experts: `router(x, context) -> Routing`, pure and jittable, x being [B, T, D]."""
+
+    def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing: ...
+
+
+class TopKRouter(nnx.Module):
+    """Softmax over all experts in float32, the k largest, renormalised if the configuration says so.
+
+    Equal scores go to the lower id.
+    """
+
+    def __init__(self, width: int, experts: int, chosen: int, dtype: str, *, renormalise: bool):
+        self.weight = parameter((experts, width), dtype)
+        self.chosen = chosen
+        self.renormalise = renormalise
+
+    def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
+        logits = jnp.einsum(
+            "btd,ed->bte", x, self.weight[...], preferred_element_type=jnp.float32
+        )
+        weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.chosen)
+        if self.renormalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return Routing(ids.astype(jnp.int32), weights, logits)
+
+
+def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -> Routing:
+    """The routing with empty slots at padding."""
+    ids: Int[Array, "B T A"] = jnp.where(valid[..., None], routing.ids, experts)
+    weights = jnp.where(valid[..., None], routing.weights, 0.0)
+    return dataclasses.replace(routing, ids=ids, weights=weights)
