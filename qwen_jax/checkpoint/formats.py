@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .header import without_duplicates
-from .problems import listed
+from .problems import listed, show
 
 _OTHER_FILES = (
     ("*.gguf", "GGUF (llama.cpp)"),
@@ -121,9 +121,9 @@ def _declared(config: Mapping[str, Any]) -> str | None:
         method = details.get("quant_method") if isinstance(details, dict) else details
         if method is None:
             return "MLX" if "group_size" in details else "unknown quantization_config"
-        name = _METHODS.get(str(method), str(method))
+        name = _METHODS.get(str(method), show(method))
         packing = details.get("format") if isinstance(details, dict) else None
-        return f"{name}, {packing}" if packing and name == "compressed-tensors" else name
+        return f"{name}, {show(packing)}" if packing and name == "compressed-tensors" else name
     return None
 
 

@@ -125,9 +125,7 @@ def _explanation(file: Path) -> str:
     try:
         with file.open("rb") as stream:
             if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return (
-                    "; it is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
-                )
+                return "; it is a Git LFS pointer, not the file: fetch that with `git lfs pull`"
         entries, _, data_bytes = _parse(file)
         faults = [
             f"tensor {show(n)} {f}" for n, e in entries.items() if (f := _fault(e, data_bytes))

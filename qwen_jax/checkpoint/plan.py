@@ -116,7 +116,9 @@ def plan_load(folder: TensorFolder, config: QwenConfig) -> LoadPlan:
         "Check that config.json and the weights are of one release.",
     )
     notes = [f"skipped {count} {kind} tensors" for kind, count in skipped.items()]
-    return LoadPlan(folder, config, _sources(config, stored), skipped, (*folder.notes, *notes))
+    return LoadPlan(
+        folder, config, _sources(folder, config, stored), skipped, (*folder.notes, *notes)
+    )
 
 
 def _sort_keys(
@@ -227,12 +229,19 @@ def _numbers_beyond(unused: list[str], config: QwenConfig) -> list[str]:
     return remarks
 
 
-def _sources(config: QwenConfig, stored: list[StoredTensor]) -> tuple[Source, ...]:
+def _sources(
+    folder: TensorFolder, config: QwenConfig, stored: list[StoredTensor]
+) -> tuple[Source, ...]:
+    """Groups pieces by tree tensor, in the order in which they lie in the files."""
+
+    def position(piece: Piece) -> tuple[str, int]:
+        info = folder.tensors[piece.key]
+        return info.shard, info.start
+
     pieces: dict[str, list[Piece]] = {}
-    for tensor in stored:
-        for piece in tensor.pieces:
-            pieces.setdefault(piece.path, []).append(piece)
+    for piece in (piece for tensor in stored for piece in tensor.pieces):
+        pieces.setdefault(piece.path, []).append(piece)
     return tuple(
-        Source(path, tensor.shape, tensor.float32, tuple(pieces[path]))
+        Source(path, tensor.shape, tensor.float32, tuple(sorted(pieces[path], key=position)))
         for path, tensor in tree_tensors(config).items()
     )

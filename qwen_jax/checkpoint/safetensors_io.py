@@ -95,9 +95,9 @@ class TensorFolder:
 def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
     """Opens a folder of safetensors files in the Hugging Face layout.
 
-    Accepted: `model.safetensors.index.json` with its shards, else `model.safetensors`, else
-        exactly one `*.safetensors`.
-    Other safetensors files in the folder are ignored and named in `notes`.
+    Accepted are `model.safetensors.index.json` with its shards, else `model.safetensors`, else
+    exactly one `*.safetensors`. Other safetensors files in the folder are ignored and named in
+    `notes`.
 
     Args:
         path: the folder.
@@ -181,10 +181,8 @@ def _check_present(path: Path, shards: list[str], placed: Mapping[str, str] | No
             continue
         held = sum(place == shard for place in placed.values()) if placed else 0
         holds = f", which holds {held} of {len(placed)} tensors" if placed else ""
-        why = "not a regular file" if file.exists() else "missing"
-        why = (
-            "a symbolic link that leads nowhere" if file.is_symlink() and not file.exists() else why
-        )
+        absent = "a symbolic link that leads nowhere" if file.is_symlink() else "missing"
+        why = "not a regular file" if file.exists() else absent
         problems.add("shards", f"{show(shard)}{holds}: {why}")
     problems.raise_if_any(
         f"{path} lacks files that its weights need",
@@ -217,8 +215,9 @@ def _read_shards(
                 problems.add("in another shard than the index says, or in two", where)
     for name, place in lacking.items():
         problems.add("in the index only", f"{show(name)} (not in {show(place)})")
+    agree = f", or do not agree with {INDEX}" if placed else ""
     problems.raise_if_any(
-        f"{path}: the weights are damaged, or do not agree with {INDEX}",
-        "Download the files named above again; index and shards must come from one revision.",
+        f"{path}: the weights are damaged{agree}",
+        "Download the files named above again, all from one revision.",
     )
     return tensors

@@ -109,18 +109,23 @@ def _places(config: QwenConfig) -> Iterator[_Place]:
 
 def _expand_form(form: Form, place: _Place, spell: Callable[[str], str]) -> Iterator[StoredTensor]:
     """Yields the stored tensors of one form in one layer, expert by expert where stacked."""
-    for expert in range(place.sizes["E"]) if form.stacked else (None,):
-        used = dict.fromkeys(form.paths, 0)
-        for part in form.parts:
+    used = dict.fromkeys(form.paths, 0)
+    for part in form.parts:
+        blocks, start, runs = _extent(part.blocks, place.sizes), 0, []
+        for path, extent in part.segments:
+            rows = _extent(extent, place.sizes)
+            runs.append((place.prefix + path, start, rows, used[path]))
+            used[path] += blocks * rows
+            start += rows
+        shape = place.shapes[part.segments[0][0]]
+        shape = (blocks * start, *shape[2 if form.stacked else 1 :])
+        for expert in range(place.sizes["E"]) if form.stacked else (None,):
             key = spell(place.prefix + part.key.replace("{e}", str(expert)))
-            blocks, start, pieces = _extent(part.blocks, place.sizes), 0, []
-            for path, extent in part.segments:
-                rows, full = _extent(extent, place.sizes), place.prefix + path
-                pieces.append(Piece(full, key, blocks, start, rows, used[path], expert))
-                used[path] += blocks * rows
-                start += rows
-            trailing = place.shapes[part.segments[0][0]][2 if form.stacked else 1 :]
-            yield StoredTensor(key, (blocks * start, *trailing), tuple(pieces))
+            pieces = tuple(
+                Piece(path, key, blocks, stored_start, rows, tree_start, expert)
+                for path, stored_start, rows, tree_start in runs
+            )
+            yield StoredTensor(key, shape, pieces)
 
 
 def _model_sizes(config: QwenConfig) -> dict[str, int]:

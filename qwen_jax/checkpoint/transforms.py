@@ -13,13 +13,12 @@ stored tensor are which rows of which tree tensor. A `Piece` says that for one r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Equates rows of one stored tensor with rows of one tree tensor.
 
     Attributes:

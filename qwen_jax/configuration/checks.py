@@ -20,6 +20,10 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+# Fields that at least one model type lacks.
+_OPTIONAL = frozenset(
+    name for family in FAMILIES.values() for name in (*family.defaults, *family.fixed)
+)
 
 
 def check_config(config: QwenConfig, findings: Findings) -> None:
@@ -41,14 +45,12 @@ def check_config(config: QwenConfig, findings: Findings) -> None:
 
 def _check_values(config: QwenConfig, family: Family, findings: Findings) -> None:
     """Check each value on its own; the other checks rely on it."""
-    names = [*_SIZES, *(name for name in family.defaults if name not in _SIZES)]
-    for name in names:
+    integers = [name for name, default in family.defaults.items() if type(default) is int]
+    for name in dict.fromkeys((*_SIZES, *integers)):
         value: object = getattr(config, name)
-        default = family.defaults.get(name, 1)
         minimum = 0 if name in MAY_BE_ZERO else 1
-        if isinstance(default, int) and not isinstance(default, bool) and name not in WIDTHS:
-            if not is_integer(value, minimum):
-                findings.refuse(name, value, f"an integer of at least {minimum}")
+        if name not in WIDTHS and not is_integer(value, minimum):
+            findings.refuse(name, value, f"an integer of at least {minimum}")
     if not is_number(config.rms_norm_eps) or config.rms_norm_eps <= 0:
         findings.refuse("rms_norm_eps", config.rms_norm_eps, "a number above 0")
     if not is_number(config.router_aux_loss_coef) or config.router_aux_loss_coef < 0:
@@ -73,11 +75,6 @@ def _check_fields_of_family(config: QwenConfig, family: Family, findings: Findin
         value: object = getattr(config, item.name)
         if value != expected:
             findings.refuse(item.name, value, f"{expected} with model_type {config.model_type!r}")
-
-
-_OPTIONAL = frozenset(
-    name for family in FAMILIES.values() for name in (*family.defaults, *family.fixed)
-)
 
 
 def _check_attention(config: QwenConfig, findings: Findings) -> None:

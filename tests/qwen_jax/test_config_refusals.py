@@ -159,21 +159,21 @@ def test_one_error_names_all_problems():
 def test_files_that_hold_no_json_object(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     for path in (tmp_path, tmp_path / "config.json"):
-        with pytest.raises(ConfigError, match="config.json"):
+        with pytest.raises(ConfigError, match=r"config\.json"):
             QwenConfig.from_hf(path)
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match="config.json does not exist"):
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
         QwenConfig.from_hf(tmp_path)
     with pytest.raises(ConfigError, match="nowhere does not exist"):
         QwenConfig.from_hf(tmp_path / "nowhere")
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="config.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         QwenConfig.from_hf(tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ConfigError, match="config.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         QwenConfig.from_hf(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""`QwenConfig` as a value: written and read again, varied, hashed; and fields with several spellings."""
+"""`QwenConfig` as a value: written, read again and varied; and fields with several spellings."""
 
 import dataclasses
 import json
@@ -237,7 +237,9 @@ def test_fields_without_influence_are_ignored():
 
 def test_rope_parameters_need_the_numbers_of_their_type():
     assert RopeParameters(rope_type="linear", factor=2.0).factor == 2.0
-    with pytest.raises(ConfigError, match="factor is 2.0; accepted: 1.0 with rope_type 'default'"):
+    with pytest.raises(
+        ConfigError, match=r"factor is 2\.0; accepted: 1\.0 with rope_type 'default'"
+    ):
         RopeParameters(factor=2.0)
     with pytest.raises(ConfigError, match="original_max_position_embeddings"):
         RopeParameters(rope_type="yarn", factor=2.0)

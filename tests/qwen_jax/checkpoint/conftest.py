@@ -13,8 +13,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from qwen_jax.checkpoint.mapping import Layout
+from qwen_jax.checkpoint.plan import LoadPlan, plan_load
+from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.checkpoint.tensors import stored_tensors, tree_tensors
 from qwen_jax.config import QwenConfig
+from qwen_jax.errors import CheckpointError
 
 Arrays = dict[str, np.ndarray]
 
@@ -126,3 +129,33 @@ def write_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def moe(tiny: Any, random_tree: Any, stored: Any) -> tuple[QwenConfig, Arrays, Arrays]:
+    """A tiny hybrid MoE configuration, its tree, and its tensors as released."""
+    config = tiny("qwen3_5_moe_text")
+    tree = random_tree(config)
+    return config, tree, stored(config, tree, Layout("model.language_model."))
+
+
+@pytest.fixture
+def planned(write_folder: Callable[..., Path]) -> Callable[..., LoadPlan]:
+    """Plans a folder of the given arrays."""
+
+    def plan(config: QwenConfig, arrays: Arrays, **options: Any) -> LoadPlan:
+        return plan_load(open_folder(write_folder(arrays, **options)), config)
+
+    return plan
+
+
+@pytest.fixture
+def refused(planned: Callable[..., LoadPlan]) -> Callable[[QwenConfig, Arrays], str]:
+    """Gives the message with which a folder of the given arrays is refused."""
+
+    def message(config: QwenConfig, arrays: Arrays) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            planned(config, arrays)
+        return str(caught.value)
+
+    return message

@@ -47,6 +47,14 @@ def test_arrays_have_the_stored_values_and_the_model_dtype(released, dtype):
         np.testing.assert_array_equal(np.asarray(array).astype(np.float32), tree[path])
 
 
+def test_arrays_take_the_bytes_of_the_file(tiny, random_tree, stored, write_folder):
+    config = tiny("qwen3_moe")
+    path = write_folder(stored(config, random_tree(config), Layout(experts="per_expert")))
+    plan = plan_load(open_folder(path), config)
+    arrays = load_parameters(plan, abstract_parameters(config))
+    assert sum(array.nbytes for array in arrays.values()) == plan.nbytes == plan.folder.nbytes
+
+
 @pytest.mark.parametrize("source", [np.float16, np.float32])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_other_stored_dtypes_are_cast(tiny, random_tree, stored, write_folder, source, dtype):

@@ -1,0 +1,187 @@
+"""What a model costs, from its configuration alone: parameters, bytes, operations, and the context that fits.
+
+Parameters are counted on the abstract module tree and cache bytes on the abstract cache, so these numbers follow the
+code and cannot drift from it. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+
+import jax
+from flax import nnx
+
+from .cache import Cache, KVBlocks, RecurrentState, init_cache
+from .config import QwenConfig
+from .model import CausalLM
+
+EMBEDDING = "embed_tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of the parameter tree.
+
+    Attributes:
+        path: its place in the tree, which is its Hugging Face key without `model.`.
+        size: number of values.
+        nbytes: bytes on the device.
+        active: share of it that one token uses: experts per token over experts for routed experts, 0 for an embedding
+            table that is only looked up, else 1.
+    """
+
+    path: str
+    size: int
+    nbytes: int
+    active: Fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of the text model, without multi-token prediction and vision.
+
+    Attributes:
+        total: all of them; a tied output head is counted once, as the embedding table.
+        active: those that one token is multiplied with: all but the routed experts it does not choose and the embedding
+            table, of which it takes one row. A table that is the output head too (tied) is multiplied, hence counted.
+        active_with_embedding: `active`, and the whole embedding table.
+    """
+
+    total: int
+    active: int
+    active_with_embedding: int
+
+
+@functools.lru_cache(maxsize=16)
+def tensors(config: QwenConfig) -> tuple[Tensor, ...]:
+    """The parameter tree of a configuration, tensor by tensor."""
+    return tuple(_tensors(config))
+
+
+def _tensors(config: QwenConfig) -> Iterator[Tensor]:
+    for parts, leaf in nnx.to_flat_state(nnx.state(CausalLM(config))):
+        path = ".".join(map(str, parts))
+        share = Fraction(1)
+        if ".mlp.experts." in path:
+            share = Fraction(config.num_experts_per_tok, config.num_experts)
+        elif path == EMBEDDING and not config.tie_word_embeddings:
+            share = Fraction(0)
+        yield Tensor(path, leaf.size, leaf.size * leaf.dtype.itemsize, share)
+
+
+def count_parameters(config: QwenConfig) -> ParameterCount:
+    """Total and active parameters."""
+    tree = tensors(config)
+    active = int(sum(tensor.size * tensor.active for tensor in tree))
+    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return ParameterCount(sum(tensor.size for tensor in tree), active, active + table)
+
+
+def weight_bytes(config: QwenConfig) -> int:
+    """Bytes of all parameters on the device, in the configuration's dtype."""
+    return sum(tensor.nbytes for tensor in tensors(config))
+
+
+def weight_bytes_per_token(config: QwenConfig) -> int:
+    """Bytes of weights that decoding one token at batch 1 reads: the active parameters and one row of the embedding."""
+    tree = tensors(config)
+    row = next(t.nbytes for t in tree if t.path == EMBEDDING) // config.vocab_size
+    return int(sum(tensor.nbytes * tensor.active for tensor in tree)) + row
+
+
+def bytes_per_token(config: QwenConfig, context: int = 0) -> int:
+    """Bytes that decoding one token at batch 1 moves.
+
+    Weights and the keys and values of `context` tokens are read; recurrent state is read and written.
+    """
+    state = 2 * state_bytes_per_sequence(config)
+    return weight_bytes_per_token(config) + state + context * kv_bytes_per_token(config)
+
+
+def flops_per_token(config: QwenConfig, context: int = 0) -> int:
+    """Floating-point operations of one token's forward pass, the token standing behind `context` others.
+
+    Two for each active parameter; in an attention layer 4 N H for each token attended to (scores and mix); in a linear
+    attention layer 7 Dk Dv for each value head (decay the state, read it twice, update it).
+    """
+    attended = context + 1
+    sliding = min(attended, config.sliding_window or attended)
+    seen = {"full_attention": attended, "sliding_attention": sliding, "linear_attention": 0}
+    each = 4 * config.num_attention_heads * config.head_dim
+    attention = each * sum(seen[kind] for kind in config.layer_types)
+    state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    linear = 7 * state * config.layer_types.count("linear_attention")
+    return 2 * count_parameters(config).active + attention + linear
+
+
+def layer_kinds(config: QwenConfig) -> dict[str, int]:
+    """How many layers there are of each kind of mixer and feed-forward, such as "linear_attention + moe"."""
+    feeds = ["moe" if config.is_sparse(i) else "dense" for i in range(config.num_hidden_layers)]
+    kinds = zip(config.layer_types, feeds, strict=True)
+    return dict(Counter(f"{mixer} + {feed}" for mixer, feed in kinds))
+
+
+def kv_bytes_per_token(config: QwenConfig) -> int:
+    """Bytes of keys and values that each token of context keeps, all attention layers together."""
+    cache = _abstract_cache(config, 1, 1, block_size=1)
+    blocks = [layer for layer in cache.layers if isinstance(layer, KVBlocks)]
+    return sum(_nbytes(layer) // layer.key.shape[0] for layer in blocks)
+
+
+def state_bytes_per_sequence(config: QwenConfig) -> int:
+    """Bytes of recurrent state of one sequence, whatever its length: delta and convolution state."""
+    return delta_bytes_per_sequence(config) + conv_bytes_per_sequence(config)
+
+
+def delta_bytes_per_sequence(config: QwenConfig) -> int:
+    """Bytes of the delta rule's state of one sequence, all linear attention layers together."""
+    return sum(_nbytes(state.delta) for state in _states(config))
+
+
+def conv_bytes_per_sequence(config: QwenConfig) -> int:
+    """Bytes of the short convolution's state of one sequence, all linear attention layers together."""
+    return sum(_nbytes(state.conv) for state in _states(config))
+
+
+def cache_bytes(config: QwenConfig, batch_size: int, max_length: int) -> int:
+    """Bytes of `init_cache(config, batch_size, max_length)`."""
+    return _nbytes(_abstract_cache(config, batch_size, max_length))
+
+
+def largest_context(config: QwenConfig, memory: int, batch_size: int = 1) -> int:
+    """Most tokens, prompt and generation together, for which weights and cache fit.
+
+    Working memory is not counted, nor is the length that the model was made for a limit here.
+
+    Args:
+        config: the model; its dtype counts.
+        memory: bytes.
+        batch_size: sequences of this length at a time.
+
+    Returns:
+        Tokens of each sequence; 0 if not even the weights and one block each fit.
+    """
+    block_size = _abstract_cache(config, 1, 1).block_size
+    smallest = weight_bytes(config) + cache_bytes(config, batch_size, block_size)
+    if memory < smallest:
+        return 0
+    # The cache grows by the same amount with each block of every sequence.
+    grown = cache_bytes(config, batch_size, 2 * block_size) - cache_bytes(config, batch_size, block_size)
+    return (1 + (memory - smallest) // grown) * block_size
+
+
+def _states(config: QwenConfig) -> list[RecurrentState]:
+    layers = _abstract_cache(config, 1, 1).layers
+    return [layer for layer in layers if isinstance(layer, RecurrentState)]
+
+
+def _abstract_cache(config: QwenConfig, batch_size: int, max_length: int, **options: int) -> Cache:
+    return jax.eval_shape(lambda: init_cache(config, batch_size, max_length, **options))
+
+
+def _nbytes(tree: object) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,89 @@
+"""The command line `qwen-jax`: one module a verb, imported when the verb is called.
+
+Text and JSON go to standard output, everything else to standard error. Exit code 0 is success, 1 failure, 2 wrong usage, 130 an
+interrupt. `measure` is what `bench` runs; it needs no terminal library and serves `benchmarks/` too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+
+from ..errors import CacheFullError, CheckpointError, ConfigError, MemoryLimitError, RequestError
+from .environment import prepare_environment
+
+SUCCESS, FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+FAILURES = (CheckpointError, ConfigError, MemoryLimitError, CacheFullError, FloatingPointError, OSError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: what follows the program's name; `sys.argv[1:]` if None.
+
+    Returns:
+        The exit code. Errors of users and of their files are one message on standard error; any other exception passes.
+    """
+    prepare_environment()
+    tokens = sys.argv[1:] if arguments is None else list(arguments)
+    return guarded(lambda: _run(tokens))
+
+
+def guarded(command: Callable[[], int | None]) -> int:
+    """The exit code of a command, with its errors and warnings told on standard error, one message each."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            code = command()
+            sys.stdout.flush()
+            return code or SUCCESS
+        except RequestError as error:
+            return _fail(error, USAGE)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:
+            _discard_output()
+            return BROKEN_PIPE
+        except FAILURES as error:
+            return _fail(error, FAILURE)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+                advice = "use a shorter context, a smaller batch or prefill chunk, or dtype bfloat16"
+                return _fail(f"out of memory ({_first_line(error)}); {advice}", FAILURE)
+            raise
+
+
+def _run(tokens: list[str]) -> int | None:
+    from cyclopts import CycloptsError
+
+    from .app import app
+
+    try:
+        return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        verb = " ".join(error.command_chain or ())
+        raise RequestError(f"{error} See: {' '.join(filter(None, ('qwen-jax', verb, '--help')))}") from error
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _discard_output() -> None:
+    """Nobody reads standard output any more: keep the interpreter from trying again when it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -1,0 +1,7 @@
+"""`python -m qwen_jax.cli`."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,25 @@
+"""The program and its verbs. A verb's module is imported when the verb is called."""
+
+from __future__ import annotations
+
+from cyclopts import App, Parameter
+
+from .. import __version__
+
+VERBS = {
+    "generate": "Complete a prompt, or answer it with --chat.",
+    "chat": "Talk with a model, turn by turn.",
+    "inspect": "Say what a model is and what it costs, without loading it.",
+    "bench": "Measure prefill, first-token and inter-token times.",
+}
+
+app = App(
+    name="qwen-jax",
+    help="Qwen MoE models in JAX.",
+    version=__version__,
+    help_format="plaintext",
+    default_parameter=Parameter(negative_iterable="", show_default=False),
+    suppress_keyboard_interrupt=False,
+)
+for _verb, _help in VERBS.items():
+    app.command(f"{__package__}.{_verb}:{_verb}", name=_verb, help=_help)

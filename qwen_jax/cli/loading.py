@@ -1,0 +1,138 @@
+"""A model argument to a model, told on standard error; what can be refused is refused before the weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import QwenConfig
+from ..errors import CheckpointError, RequestError
+from ..presets import PRESET_NAMES
+from .console import Notes, size
+
+if TYPE_CHECKING:
+    from ..checkpoint.plan import LoadPlan
+    from ..decode import SamplingOptions
+    from ..model import CausalLM
+    from ..text import Tokenizer
+    from .options import SamplingFlags
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A folder to generate from, before its weights are read.
+
+    Attributes:
+        name: the argument that led to it.
+        path: the folder.
+        config: its configuration, with the dtype to run in.
+        tokenizer: None where it has none.
+    """
+
+    name: str
+    path: Path
+    config: QwenConfig
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def open(cls, name: str, dtype: str | None, notes: Notes) -> ModelFolder:
+        """Read configuration and tokenizer.
+
+        Args:
+            name: a folder, or "demo".
+            dtype: the dtype asked for; by default the folder's own, but float32 on a CPU.
+            notes: told when the default is not the folder's own.
+
+        Raises:
+            CheckpointError: no such folder, or a damaged one.
+            ConfigError: the configuration is malformed or not implemented.
+            RequestError: the name is a preset's, which has no weights.
+        """
+        from ..load import find_folder
+        from ..text import Tokenizer
+
+        if name.lower() in PRESET_NAMES and not Path(name).exists():
+            raise RequestError(f"{name} names a shape, which has no weights; give a model folder, or demo")
+        path = find_folder(name)
+        config = QwenConfig.from_hf(path)
+        config = dataclasses.replace(config, dtype=choose_dtype(config.dtype, dtype, notes))
+        return cls(name, path, config, Tokenizer.from_folder(path))
+
+    def sampling(self, flags: SamplingFlags, notes: Notes) -> SamplingOptions:
+        """The options that the model's authors recommend, with the flags in their place."""
+        from ..decode import SamplingOptions
+
+        try:
+            recommended = SamplingOptions.from_generation_config(self.path)
+        except RequestError as error:
+            raise CheckpointError(f"{self.path / 'generation_config.json'}: {error}") from error
+        options = flags.over(recommended)
+        idle = flags.idle(options)
+        if idle:
+            notes(f"note: temperature is 0 (greedy), so {', '.join(idle)} has no effect; set --temperature")
+        return options
+
+    def refuse_unless_fits(self, tokens: int) -> None:
+        """Raise `MemoryLimitError` where weights and a cache of `tokens` are more than the device has."""
+        from ..accounting import cache_bytes, weight_bytes
+        from ..memory import refuse_unless_fits
+
+        needed = weight_bytes(self.config) + cache_bytes(self.config, 1, tokens)
+        refuse_unless_fits(needed, f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens")
+
+    def load(self, notes: Notes) -> CausalLM:
+        """Read the weights."""
+        from ..accounting import weight_bytes
+        from ..load import load
+
+        begin = time.perf_counter()
+
+        def announce(plan: LoadPlan) -> None:
+            found = f"{len(plan.sources)} tensors, {size(plan.nbytes)}"
+            remarks = "".join(f"; {note}" for note in plan.notes)
+            notes(f"loading {self.name}: {found}, as {self.config.dtype}{remarks}")
+
+        with notes.progress(f"loading {self.name}", weight_bytes(self.config)) as advance:
+            model, _ = load(
+                self.path,
+                dtype=self.config.dtype,
+                progress=lambda _, nbytes: advance(nbytes),
+                on_plan=announce,
+            )
+        notes(f"loaded in {time.perf_counter() - begin:.1f} s")
+        return model
+
+
+def choose_dtype(own: str, asked: str | None, notes: Notes) -> str:
+    """The dtype asked for, else the model's own; on a CPU float32, where bfloat16 is slower and less exact."""
+    import jax
+
+    if asked is not None:
+        return asked
+    if jax.default_backend() == "cpu" and own != "float32":
+        notes(f"float32 on this CPU, where {own} is slower and less exact; --dtype {own} keeps it")
+        return "float32"
+    return own
+
+
+def versions() -> dict[str, Any]:
+    """Versions of what a result depends on."""
+    import platform
+
+    import flax
+    import jax
+    import jaxlib
+    import numpy
+
+    from .. import __version__
+
+    return {
+        "qwen_jax": __version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        "numpy": numpy.__version__,
+    }
