@@ -1,7 +1,8 @@
 """The hot operations of the Qwen models, as functions on arrays.
 
-One folder an operation. `reference.py` is its definition in plain jax.numpy; kernels stand beside it behind the same signature.
-This package knows arrays only: nothing of modules, configurations or checkpoints.
+One folder an operation. `reference.py` is its definition in plain jax.numpy; kernels stand beside
+it behind the same signature. This package knows arrays only: nothing of modules, configurations or
+checkpoints.
 """
 
 from .block_attention import block_attention

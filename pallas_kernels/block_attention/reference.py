@@ -28,15 +28,17 @@ def block_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention of each query over the cached tokens at its position and before.
 
-    Works through the table in tiles with an online softmax in float32, so memory is bounded by one tile and time follows
-    the longest sequence, not the width of the table. Unused cache rows may hold anything, NaN included.
+    Works through the table in tiles with an online softmax in float32, so memory is bounded by one
+    tile and time follows the longest sequence, not the width of the table. Unused cache rows may
+    hold anything, NaN included.
 
     Args:
         q: queries, already rotated; scaled by H^-0.5 here.
         key_blocks: pool of keys; block p of a head is one [Z, H] tile.
         value_blocks: pool of values.
         block_table: block_table[b, i] holds the tokens i * Z to (i + 1) * Z - 1 of sequence b.
-        positions: position of each query in its sequence; negative for padding, whose result is zero.
+        positions: position of each query in its sequence; negative for padding, whose result is
+            zero.
         window: if given, a query sees its own position and the window - 1 before it.
 
     Returns:
@@ -71,6 +73,7 @@ def block_attention(
         end = tile(jnp.int32(0), start)
     else:
         tiles = jnp.max(positions) // (blocks_per_tile * block_size) + 1
+        tiles = jnp.minimum(tiles, table.shape[1] // blocks_per_tile)
         end = jax.lax.fori_loop(0, tiles, tile, start)
     mixed = end.mixed / jnp.where(end.total > 0, end.total, 1.0)[..., None]
     return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
@@ -91,7 +94,10 @@ def _fold(
     values: Float[Array, "B K S H"],
     visible: Array,
 ) -> _Softmax:
-    """Add one tile of keys to the running softmax; a tile that a query cannot see leaves its row as it was."""
+    """Add one tile of keys to the running softmax.
+
+    A tile that a query cannot see leaves its row as it was.
+    """
     scores = jnp.einsum("btkgh,bksh->bkgts", q, keys, preferred_element_type=jnp.float32)
     mask = visible[:, None, None]
     scores = jnp.where(mask, scores * jnp.float32(q.shape[-1] ** -0.5), -jnp.inf)

@@ -1,7 +1,8 @@
 """The gated delta rule with its short convolution: the mixer of the linear-attention layers.
 
-Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv 2412.06464). One call takes a ragged batch of
-new tokens from the projections to the read-outs and carries both states, so that a kernel can do the whole in one launch.
+Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv 2412.06464). One call
+takes a ragged batch of new tokens from the projections to the read-outs and carries both states, so
+that a kernel can do the whole in one launch.
 """
 
 from typing import NamedTuple
@@ -33,10 +34,11 @@ def gated_delta_rule(
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
 ) -> DeltaRuleOutput:
-    """Short convolution, SiLU, L2 norms, gates, state update and read-out for T new tokens of each sequence.
+    """Convolution, SiLU, L2 norms, gates, state update and read-out of T new tokens a sequence.
 
-    Shapes in letters of this file: M value heads, Q key width, R value width, W taps, C = 2 * key heads * Q + M * R
-    channels in the order all q, all k, all v. Value head m reads key head m // (M / key heads).
+    Shapes in letters of this file: M value heads, Q key width, R value width, W taps,
+    C = 2 * key heads * Q + M * R channels in the order all q, all k, all v. Value head m reads key
+    head m // (M / key heads).
 
     Args:
         qkv: projected inputs of the convolution.
@@ -45,20 +47,23 @@ def gated_delta_rule(
         conv_weight: depthwise taps; the last one meets the current token.
         a_log: float32.
         dt_bias: float32.
-        conv_state: a ring: column p % W holds the input at position p. Columns of positions before the sequence's
-            first are never read, so a reused row needs no clearing.
+        conv_state: a ring: column p % W holds the input at position p. Columns of positions before
+            the sequence's first are never read, so a reused row needs no clearing.
         delta_state: float32 state; taken as zero where `start` is zero.
         start: tokens that each sequence has seen before this call.
-        lengths: how many of the T tokens are real; the others, on the right, change neither state.
+        lengths: how many of the T tokens are real; the others, on the right, change neither state
+            whatever they hold.
 
     Returns:
-        Read-outs [B, T, M, R] in qkv's dtype (arbitrary at padding) and both states after the last real token.
+        Read-outs [B, T, M, R] in qkv's dtype (arbitrary at padding) and both states after the last
+        real token.
     """
     batch, length, _ = qkv.shape
     _, heads, key_width, value_width = delta_state.shape
-    window = _with_history(qkv, conv_state, start)
-    mixed = jax.nn.silu(_convolve(window, conv_weight, length))
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None]
+    # Zero g and beta would not do for padding that holds NaN or infinity.
+    window = _with_history(jnp.where(real[..., None], qkv, 0), conv_state, start)
+    mixed = jax.nn.silu(_convolve(window, conv_weight, length))
 
     value_dim = heads * value_width
     key_dim = (qkv.shape[-1] - value_dim) // 2
@@ -88,7 +93,7 @@ def gated_delta_rule(
 def _with_history(
     qkv: Float[Array, "B T C"], conv_state: Float[Array, "B C W"], start: Int[Array, " B"]
 ) -> Float[Array, "B S C"]:
-    """The W - 1 inputs before the new ones, zero before the sequence's beginning, followed by the new ones."""
+    """The W - 1 inputs before the new ones (zero before the sequence's beginning), then those."""
     taps = conv_state.shape[-1]
     position = start[:, None] + jnp.arange(1 - taps, 0, dtype=jnp.int32)[None, :]
     past = jnp.take_along_axis(conv_state, (position % taps)[:, None, :], axis=2)
@@ -113,15 +118,16 @@ def _write_ring(
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
 ) -> Float[Array, "B C W"]:
-    """The ring after the last real token: each column keeps the newest position that falls on it."""
+    """The ring after the last real token: a column keeps the newest position that falls on it."""
     taps = conv_state.shape[-1]
     last = (start + lengths - 1)[:, None]
     column = jnp.arange(taps, dtype=jnp.int32)[None, :]
     position = last - (last - column) % taps
     index = position - start[:, None] + taps - 1
     new = jnp.take_along_axis(window, jnp.maximum(index, 0)[:, :, None], axis=1)
+    new = new.transpose(0, 2, 1).astype(conv_state.dtype)
     is_new = position >= start[:, None]
-    return jnp.where(is_new[:, None, :], new.transpose(0, 2, 1).astype(conv_state.dtype), conv_state)
+    return jnp.where(is_new[:, None, :], new, conv_state)
 
 
 def _l2_normalise(x: Float[Array, "... Q"]) -> Float[Array, "... Q"]:

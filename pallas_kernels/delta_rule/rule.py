@@ -1,4 +1,4 @@
-"""The rule itself on per-head tensors, token by token and in chunks. Both forms compute the same function."""
+"""The rule itself on per-head tensors, token by token and in chunks: the same function twice."""
 
 import functools
 
@@ -22,7 +22,8 @@ def recurrent_rule(
 ) -> tuple[Float[Array, "B T M R"], Float[Array, "B M Q R"]]:
     """One token after the other, float32.
 
-    Per head: S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q. Arguments as in `chunked_rule`.
+    Per head: S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q. Arguments as in
+    `chunked_rule`.
     """
 
     def token(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -49,10 +50,11 @@ def chunked_rule(
     beta: Float[Array, "B T M"],
     state: Float[Array, "B M Q R"],
 ) -> tuple[Float[Array, "B T M R"], Float[Array, "B M Q R"]]:
-    """The rule in chunks of 64 tokens: dense products inside a chunk, one state update between chunks, float32.
+    """The rule in chunks of 64 tokens: dense products inside, one state update a chunk, float32.
 
-    The within-chunk system (I + A) is solved by substitution. Its inverse as a product of powers of A is tempting on a
-    GPU but loses everything on repetitive text, where the powers grow like binomial coefficients before they cancel.
+    The within-chunk system (I + A) is solved by substitution. Its inverse as a product of powers of
+    A is tempting on a GPU but loses everything on repetitive text, where the powers grow like
+    binomial coefficients before they cancel.
 
     Args:
         q: queries, L2-normalised and scaled.
@@ -76,10 +78,11 @@ def chunked_rule(
         return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
 
     q, k, v, g, beta = (chunked(x) for x in (q, k, v, g, beta))
-    total = jnp.cumsum(g, axis=-1)
+    coarse, fine = _cumulated(g)
+    total = coarse + fine
     row, column = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)[None, :]
     lower = (row >= column)[None, None, None]
-    gap = total[..., :, None] - total[..., None, :]
+    gap = _difference(coarse, coarse) + _difference(fine, fine)
     decay = jnp.exp(jnp.where(lower, gap, -jnp.inf))
 
     overlap = _einsum("cbmiq,cbmjq->cbmij", k, k) * decay * beta[..., :, None]
@@ -91,8 +94,8 @@ def chunked_rule(
     values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
     attention = _einsum("cbmiq,cbmjq->cbmij", q, k) * decay
     queries = q * jnp.exp(total)[..., None]
+    writers = k * jnp.exp(gap[..., -1, :])[..., None]
     last = total[..., -1:]
-    writers = k * jnp.exp(last - total)[..., None]
 
     def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         values, keys, attention, queries, writers, last = inputs
@@ -106,3 +109,19 @@ def chunked_rule(
     read = jnp.moveaxis(jnp.moveaxis(read, 0, 1), 2, 3)
     read = read.reshape(batch, chunks * CHUNK, heads, v.shape[-1])
     return read[:, :length], state
+
+
+def _cumulated(g: Float[Array, "... c"]) -> tuple[Float[Array, "... c"], Float[Array, "... c"]]:
+    """Running sums of g in two parts, whose differences are as exact as g itself.
+
+    One float32 sum would not do: past a few strong decays it runs to thousands, and a weak decay
+    behind them, as the difference of two such sums, would keep three digits. So the part of g that
+    is a multiple of 1/256 is summed apart: its sums stay below 2^24 / 256 and are exact.
+    """
+    g = jnp.maximum(g, -128.0)  # exp(-128) is zero in float32
+    coarse = jnp.round(g * 256.0) / 256.0
+    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(g - coarse, axis=-1)
+
+
+def _difference(later: Float[Array, "... i"], earlier: Float[Array, "... j"]) -> Array:
+    return later[..., :, None] - earlier[..., None, :]

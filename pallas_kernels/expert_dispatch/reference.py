@@ -1,8 +1,9 @@
 """Routed experts: each token's chosen gated MLPs, weighted and summed.
 
-Cost follows the chosen experts, never the number of experts: few tokens gather the weights of their own experts, many
-tokens are sorted by expert and worked through in tiles that each belong to one expert. `jax.lax.ragged_dot` would say
-the same in one line, but on NVIDIA GPUs it becomes a dense product over all experts.
+Cost follows the chosen experts, never the number of experts: few tokens gather the weights of their
+own experts, many tokens are sorted by expert and worked through in tiles that each belong to one
+expert. `jax.lax.ragged_dot` would say the same in one line, but on NVIDIA GPUs it becomes a dense
+product over all experts.
 """
 
 import jax
@@ -22,11 +23,15 @@ def expert_dispatch(
     gate_up_proj: Float[Array, "E F2 D"],
     down_proj: Float[Array, "E D F"],
 ) -> Float[Array, "M D"]:
-    """Sum over the slots a of weights[m, a] * down(silu(gate(x[m])) * up(x[m])) with expert ids[m, a].
+    """Weighted sum of the outputs of each token's chosen experts.
+
+    y[m] = sum over slots a of weights[m, a] * down(silu(gate(x[m])) * up(x[m])), with the gate, up
+    and down projections of expert ids[m, a].
 
     Args:
         x: tokens.
-        ids: chosen experts. An id outside 0..E-1 marks an empty slot, which adds nothing and costs no tile.
+        ids: chosen experts. An id outside 0..E-1 marks an empty slot, which adds nothing and costs
+            no tile.
         weights: float32 weight of each slot, applied to the expert's output.
         gate_up_proj: gate rows 0..F-1, then up rows F..2F-1, of each expert.
         down_proj: down projection of each expert.
@@ -51,7 +56,7 @@ def _gather_experts(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
         down = jnp.einsum(
             "af,adf->ad", _gated(gate_up), down_proj[chosen], preferred_element_type=jnp.float32
         )
-        return jnp.sum(down * jnp.where(used, weights, 0.0)[:, None], axis=0)
+        return jnp.sum(jnp.where(used[:, None], down * weights[:, None], 0.0), axis=0)
 
     at_once = max(1, GATHER_SLOTS_AT_ONCE // ids.shape[1])
     if x.shape[0] <= at_once:
@@ -60,13 +65,13 @@ def _gather_experts(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
 
 
 def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M D"]:
-    """Slots sorted by expert, cut in tiles of one expert each; memory is bounded by slots x width."""
+    """Slots sorted by expert and cut in tiles of one expert each; memory follows slots x width."""
     tokens, slots_per_token = ids.shape
     experts = gate_up_proj.shape[0]
     slots = tokens * slots_per_token
     tile = _tile_rows(slots, experts)
-    flat = ids.reshape(slots)
-    flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
+    filled = (ids >= 0) & (ids < experts)
+    flat = jnp.where(filled, ids, experts).reshape(slots)
     order = jnp.argsort(flat)
     counts = jnp.zeros((experts,), jnp.int32).at[flat].add(1, mode="drop")
     first_slot = jnp.cumsum(counts) - counts
@@ -95,7 +100,7 @@ def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
     )
     outputs = rows.reshape(tiles * tile, -1).at[row_of_slot].get(mode="fill", fill_value=0)
     outputs = outputs.reshape(tokens, slots_per_token, -1).astype(jnp.float32)
-    return jnp.einsum("mad,ma->md", outputs, weights)
+    return jnp.einsum("mad,ma->md", outputs, jnp.where(filled, weights, 0.0))
 
 
 def _gated(gate_up: Float[Array, "... F2"]) -> Float[Array, "... F"]:

@@ -16,7 +16,8 @@ def flash_attention(
 ) -> Float[Array, "B T N H"]:
     """Causal softmax attention with grouped queries, scores in float32.
 
-    Query head n reads key/value head n // (N / K). Padding on the right needs no mask: no real token sees it.
+    Query head n reads key/value head n // (N / K). Padding on the right needs no mask: no real
+    token sees it.
 
     Args:
         q: queries, already rotated; scaled by H^-0.5 here.
@@ -42,7 +43,10 @@ def _attend_tile(
     start: int,
     window: int | None,
 ) -> Float[Array, "B t N H"]:
-    """Attention of one tile of queries, whose first has position `start`; later keys are never touched."""
+    """Attention of one tile of queries, whose first has position `start`.
+
+    Keys behind the tile's last query are never touched.
+    """
     batch, rows, query_heads, width = q.shape
     kv_heads = k.shape[2]
     seen = start + rows

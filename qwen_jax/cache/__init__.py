@@ -1,4 +1,4 @@
-"""The preallocated cache: blocks of keys and values for attention layers, recurrent state for the others."""
+"""The preallocated cache: blocks of keys and values, and the state of recurrent layers."""
 
 from .blocks import BlockTable, KVBlocks, allocate, append
 from .cache import Cache, LayerCache, fork, init_cache, release

@@ -1,8 +1,8 @@
 """Blocks of keys and values, and the table that says which blocks hold which sequence.
 
-Block 0 is scratch: it belongs to nobody, padding is written to it, and an unused table entry points at it. All functions
-are pure and work under jit. Blocks are counted by reference, so sequences may share them; a block is free when the
-last sequence that holds it lets go.
+Block 0 is scratch: it belongs to nobody, padding is written to it, and an unused table entry points
+at it. All functions are pure and work under jit. Blocks are counted by reference, so sequences may
+share them; a block is free when the last sequence that holds it lets go.
 """
 
 import dataclasses
@@ -25,8 +25,9 @@ class BlockTable:
         references: int32 [P], sequences that hold each block; the scratch block has 1 for ever.
         free: int32 [P], a stack of free blocks of which the first `num_free` entries count.
         num_free: int32 [].
-        overflow: bool [B], set when a sequence could not get its blocks. It stays set, and the sequence takes no more tokens,
-            until the row is released. Drivers raise `CacheFullError` on it.
+        overflow: bool [B], set when a sequence could not get its blocks. It stays set, and the
+            sequence takes no more tokens, until the row is released. Drivers raise `CacheFullError`
+            on it.
     """
 
     table: Array
@@ -66,8 +67,9 @@ def empty_blocks(batch: int, blocks_per_sequence: int, num_blocks: int) -> Block
 def allocate(blocks: BlockTable, new_tokens: Int[Array, " B"], block_size: int) -> BlockTable:
     """Reserve blocks for `new_tokens` more tokens of each sequence.
 
-    A sequence gets all it needs or nothing. Free blocks are granted in row order: when they run out, the row that does not
-    fit and the rows behind it that need blocks in the same call are flagged in `overflow`; rows that need none go on.
+    A sequence gets all it needs or nothing. Free blocks are granted in row order: when they run
+    out, the row that does not fit and the rows behind it that need blocks in the same call are
+    flagged in `overflow`; rows that need none go on.
 
     Args:
         blocks: the table before.
@@ -75,19 +77,19 @@ def allocate(blocks: BlockTable, new_tokens: Int[Array, " B"], block_size: int) 
         block_size: tokens a block, Z.
     """
     owned = jnp.sum(blocks.table != SCRATCH, axis=1, dtype=jnp.int32)
+    # Compared with the room, since the sum with the length could pass the largest int32.
+    too_long = new_tokens > blocks.table.shape[1] * block_size - blocks.length
     total = blocks.length + new_tokens
     need = jnp.maximum((total + block_size - 1) // block_size - owned, 0)
-    need = jnp.where(blocks.overflow, 0, need)
-    too_long = owned + need > blocks.table.shape[1]
-    need = jnp.where(too_long, 0, need)
-    none_left = (need > 0) & (jnp.cumsum(need) > blocks.num_free)
+    need = jnp.where(blocks.overflow | too_long, 0, need)
+    none_left = (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > blocks.num_free)
     granted = jnp.where(none_left, 0, need)
     table, taken = _hand_out(blocks, owned, granted)
     return dataclasses.replace(
         blocks,
         table=table,
         references=blocks.references.at[taken].set(1, mode="drop"),
-        num_free=blocks.num_free - jnp.sum(granted),
+        num_free=blocks.num_free - jnp.sum(granted, dtype=jnp.int32),
         overflow=blocks.overflow | too_long | none_left,
     )
 
@@ -95,10 +97,13 @@ def allocate(blocks: BlockTable, new_tokens: Int[Array, " B"], block_size: int) 
 def _hand_out(
     blocks: BlockTable, owned: Int[Array, " B"], granted: Int[Array, " B"]
 ) -> tuple[Int[Array, "B W"], Int[Array, "B W"]]:
-    """Blocks from the top of the stack into the table; also those blocks, with P (out of range) at untouched entries."""
+    """Blocks from the top of the stack into the table.
+
+    Also returns those blocks alone, with P (out of range) at untouched entries.
+    """
     entry = jnp.arange(blocks.table.shape[1], dtype=jnp.int32)[None, :] - owned[:, None]
     new = (entry >= 0) & (entry < granted[:, None])
-    before = jnp.cumsum(granted) - granted
+    before = jnp.cumsum(granted, dtype=jnp.int32) - granted
     depth = jnp.where(new, before[:, None] + entry, 0)
     block = blocks.free.at[blocks.num_free - 1 - depth].get(mode="clip")
     return jnp.where(new, block, blocks.table), jnp.where(new, block, blocks.free.shape[0])
@@ -111,17 +116,23 @@ def append(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
 ) -> KVBlocks:
-    """Write new keys and values at their positions; padding (negative positions) goes to the scratch block."""
+    """Write new keys and values at their positions.
+
+    Padding (negative positions) goes to the scratch block. A position beyond the table, or a block
+    number outside the pool, writes nothing.
+    """
     block_size = kv.key.shape[2]
     real = positions >= 0
     entry = jnp.where(real, positions // block_size, 0)
-    block = jnp.where(real, jnp.take_along_axis(table, entry, axis=1), SCRATCH)
+    block = jnp.take_along_axis(table, entry, axis=1, mode="fill", fill_value=-1)
+    block = jnp.where(real, block, SCRATCH)
     offset = jnp.where(real, positions % block_size, 0)
-    index = (block, slice(None), offset)
-    return KVBlocks(
-        kv.key.at[index].set(key.astype(kv.key.dtype)),
-        kv.value.at[index].set(value.astype(kv.value.dtype)),
-    )
+
+    def write(pool: Array, new: Array) -> Array:
+        at = pool.at[block, :, offset]
+        return at.set(new.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
+
+    return KVBlocks(write(kv.key, key), write(kv.value, value))
 
 
 def count_references(
@@ -138,7 +149,7 @@ def drop_rows(blocks: BlockTable, rows: Bool[Array, " B"]) -> BlockTable:
     num_blocks = blocks.free.shape[0]
     references = blocks.references - count_references(blocks.table, rows, num_blocks)
     freed = (references == 0) & (blocks.references > 0)
-    place = jnp.where(freed, blocks.num_free + jnp.cumsum(freed) - 1, num_blocks)
+    place = jnp.where(freed, blocks.num_free + jnp.cumsum(freed, dtype=jnp.int32) - 1, num_blocks)
     return BlockTable(
         table=jnp.where(rows[:, None], SCRATCH, blocks.table),
         length=jnp.where(rows, 0, blocks.length),

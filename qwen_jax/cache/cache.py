@@ -1,6 +1,7 @@
 """The cache of a whole model: one block table, and one entry a layer."""
 
 import dataclasses
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ BLOCK_SIZE = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Everything that a model remembers of B sequences. Pass it on, donate it, never read an old one again.
+    """Everything that a model remembers of B sequences.
+
+    Pass it on, donate it, never read an old one again.
 
     Attributes:
         blocks: lengths, block table and free blocks.
@@ -57,11 +60,11 @@ def init_cache(
         batch_size: rows, B.
         max_length: most tokens, prompt and generation together, of one sequence.
         block_size: tokens a block, Z.
-        num_blocks: blocks in the pool that sequences share; enough for every row at `max_length` if None. One
-            scratch block comes on top.
+        num_blocks: blocks in the pool that sequences share; enough for every row at `max_length`
+            if None. One scratch block comes on top.
 
     Raises:
-        RequestError: a size below 1.
+        RequestError: a size that is not a whole number, or below 1.
     """
     per_sequence = -(-max_length // block_size) if block_size > 0 else 0
     num_blocks = batch_size * per_sequence if num_blocks is None else num_blocks
@@ -72,8 +75,10 @@ def init_cache(
         "num_blocks": num_blocks,
     }
     for name, size in sizes.items():
-        if size < 1:
-            raise RequestError(f"init_cache: {name} is {size}; accepted is a whole number from 1 on")
+        if not isinstance(size, Integral) or size < 1:
+            raise RequestError(
+                f"init_cache: {name} is {size}; accepted is a whole number from 1 on"
+            )
     pool = (num_blocks + 1, config.num_key_value_heads, block_size, config.head_dim)
 
     def layer(kind: str) -> LayerCache:
@@ -90,16 +95,23 @@ def init_cache(
 
 
 def release(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Empty the given rows. Blocks that no other row holds become free; an overflow flag is lifted."""
+    """Empty the given rows, and lift their overflow flags.
+
+    Blocks that no other row holds become free.
+    """
     return dataclasses.replace(cache, blocks=drop_rows(cache.blocks, rows))
 
 
 def fork(cache: Cache, source: Int[Array, " B"]) -> Cache:
-    """Row b becomes a copy of row source[b]; a row with source[b] == b stays as it is.
+    """Row b becomes a copy of what row source[b] was before the call.
 
-    Full blocks are shared, and only a partly filled last block and the recurrent state are copied. What an overwritten row held
-    before is released. A row for which no block is free for the copy ends empty, with its overflow flag set.
+    A row stays as it is if source[b] is b or no row at all (outside 0..B-1). Full blocks are
+    shared, and only a partly filled last block and the recurrent state are copied. What an
+    overwritten row held before is released. A row for which no block is free for the copy ends
+    empty, with its overflow flag set.
     """
+    rows = jnp.arange(source.shape[0], dtype=jnp.int32)
+    source = jnp.where((source >= 0) & (source < source.shape[0]), source, rows)
     blocks, last, copy = _fork_table(cache.blocks, source, cache.block_size)
 
     def layer(entry: LayerCache) -> LayerCache:
@@ -115,7 +127,10 @@ def fork(cache: Cache, source: Int[Array, " B"]) -> Cache:
 def _fork_table(
     blocks: BlockTable, source: Int[Array, " B"], block_size: int
 ) -> tuple[BlockTable, Int[Array, " B"], Int[Array, " B"]]:
-    """The table after a fork, and per row the block to copy and the block to copy it to (both scratch if none)."""
+    """The table after a fork, and per row the block to copy and the block to copy it to.
+
+    Both are scratch in a row that copies none.
+    """
     rows, num_blocks = jnp.arange(source.shape[0], dtype=jnp.int32), blocks.free.shape[0]
     changed = source != rows
     length, table = blocks.length[source], blocks.table[source]
@@ -130,7 +145,7 @@ def _fork_table(
     held = dataclasses.replace(blocks, references=blocks.references + gained)
     after = drop_rows(held, changed)
 
-    rank = jnp.cumsum(partial) - 1
+    rank = jnp.cumsum(partial, dtype=jnp.int32) - 1
     granted = partial & (rank < after.num_free)
     copy = after.free.at[after.num_free - 1 - rank].get(mode="clip")
     copy = jnp.where(granted, copy, SCRATCH)

@@ -14,11 +14,13 @@ from ..config import QwenConfig
 class RecurrentState:
     """State of one linear-attention layer.
 
-    A row whose sequence has length 0 counts as empty whatever it holds, so releasing a row clears nothing.
+    A row whose sequence has length 0 counts as empty whatever it holds, so releasing a row clears
+    nothing.
 
     Attributes:
-        conv: [B, C, W] in the model's dtype, a ring: column p % W holds the convolution's input at position p. A ring of
-            W columns, though only W - 1 are read, lets a kernel write the new column while others still read theirs.
+        conv: [B, C, W] in the model's dtype, a ring: column p % W holds the convolution's input at
+            position p. A ring of W columns, though only W - 1 are read, lets a kernel write the new
+            column while others still read theirs.
         delta: float32 [B, value heads, key width, value width].
     """
 

@@ -70,11 +70,20 @@ def dim(text: str) -> str:
 
 def size(nbytes: float) -> str:
     """Bytes for a reader: "69.3 GB", "20.5 kB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.1f} TB"
+    return scaled(nbytes, "B")
+
+
+def scaled(value: float, unit: str) -> str:
+    """A number with a decimal prefix before its unit."""
+    if value < 1000:
+        return f"{value:,.0f} {unit}"
+    for prefix in "kMG":
+        value /= 1000
+        if value < 1000:
+            break
+    else:
+        value, prefix = value / 1000, "T"
+    return f"{value:,.1f} {prefix}{unit}"
 
 
 def table(rows: dict[str, str]) -> str:

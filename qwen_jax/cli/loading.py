@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config import QwenConfig
 from ..errors import CheckpointError, RequestError
@@ -115,24 +115,3 @@ def choose_dtype(own: str, asked: str | None, notes: Notes) -> str:
         notes(f"float32 on this CPU, where {own} is slower and less exact; --dtype {own} keeps it")
         return "float32"
     return own
-
-
-def versions() -> dict[str, Any]:
-    """Versions of what a result depends on."""
-    import platform
-
-    import flax
-    import jax
-    import jaxlib
-    import numpy
-
-    from .. import __version__
-
-    return {
-        "qwen_jax": __version__,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "flax": flax.__version__,
-        "numpy": numpy.__version__,
-    }

@@ -14,8 +14,10 @@ from .decoder import CausalLM
 def initialise(config: QwenConfig, key: Array) -> CausalLM:
     """A model with random weights.
 
-    Matrices are normal with variance 1 / inputs, so that activations keep their size and routing is spread about evenly;
-    norms are neutral; decays reach from slow to fast. Peak memory is the model and one tensor.
+    Matrices are normal with variance 1 / inputs, and routing is spread about evenly. As in a trained model, each layer
+    changes the residual stream a little: embeddings have variance 1 (unless they are the head too), and the projections
+    back into the stream are scaled by 1 / sqrt(2 * layers) (GPT-2's rule). Norms are neutral; decays reach from slow to fast.
+    Peak memory is the model and one tensor.
 
     Args:
         config: shape and dtype.
@@ -25,31 +27,37 @@ def initialise(config: QwenConfig, key: Array) -> CausalLM:
     state = nnx.state(model)
     for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
         name = ".".join(str(part) for part in path)
-        array = _random(name_kind(name, config), leaf.shape, leaf.dtype, jax.random.fold_in(key, number))
-        leaf.set_value(array)
+        kind, scale = _kind(name, leaf.shape, config)
+        leaf.set_value(_random(kind, leaf.shape, leaf.dtype, scale, jax.random.fold_in(key, number)))
     nnx.update(model, state)
     return model
 
 
-def name_kind(name: str, config: QwenConfig) -> str:
-    """What a parameter is, by its path: `one`, `zero`, `decay`, or `matrix`."""
+def _kind(name: str, shape: tuple[int, ...], config: QwenConfig) -> tuple[str, float]:
+    """How to fill a parameter, by its path: `one`, `zero`, `decay` or `normal`, and the deviation of the last."""
     if name.endswith("linear_attn.norm.weight"):
-        return "one"
+        return "one", 0.0
     if name.endswith("norm.weight"):
-        return "zero" if config.zero_centred_norm else "one"
+        return ("zero" if config.zero_centred_norm else "one"), 0.0
     if name.endswith(".bias"):
-        return "zero"
+        return "zero", 0.0
     if name.endswith(("A_log", "dt_bias")):
-        return "decay"
-    return "matrix"
+        return "decay", 0.0
+    if name == "embed_tokens.weight" and not config.tie_word_embeddings:
+        return "normal", 1.0
+    back = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"))
+    branches = 2 * config.num_hidden_layers if back else 1
+    return "normal", (shape[-1] * branches) ** -0.5
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "shape", "dtype"))
-def _random(kind: str, shape: tuple[int, ...], dtype: jnp.dtype, key: Array) -> Array:
+@functools.partial(jax.jit, static_argnames=("kind", "shape", "dtype", "scale"))
+def _random(
+    kind: str, shape: tuple[int, ...], dtype: jnp.dtype, scale: float, key: Array
+) -> Array:
     if kind == "one":
         return jnp.ones(shape, dtype)
     if kind == "zero":
         return jnp.zeros(shape, dtype)
     if kind == "decay":
         return jax.random.uniform(key, shape, jnp.float32, -2.0, 2.0).astype(dtype)
-    return (jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)).astype(dtype)
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)

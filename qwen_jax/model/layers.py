@@ -16,35 +16,39 @@ def parameter(shape: tuple[int, ...], dtype: str) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with the weight stored [out, in] as in the checkpoints."""
+    """y = x W^T + b in the weight's dtype, with the weight stored [out, in] as in the checkpoints."""
 
     def __init__(self, inputs: int, outputs: int, dtype: str, *, bias: bool = False):
         self.weight = parameter((outputs, inputs), dtype)
         self.bias = parameter((outputs,), dtype) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        weight = self.weight[...]
+        y = jnp.einsum("...i,oi->...o", x.astype(weight.dtype), weight)
         if self.bias is None:
             return y
         return y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
 class Embedding(nnx.Module):
-    """One row of the table a token. An id outside the table gives NaN, never another token's row."""
+    """One row of the table a token, in float32 as the residual stream wants it.
+
+    An id outside the table gives NaN, never another token's row.
+    """
 
     def __init__(self, rows: int, width: int, dtype: str):
         self.weight = parameter((rows, width), dtype)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         rows = self.weight[...].at[tokens]
-        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        chosen = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return chosen.astype(jnp.float32)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm in float32, over the last axis.
+    """Root-mean-square norm over the last axis, in float32 with one rounding to x's dtype at the end.
 
-    Two kinds: zero-centred, times (1 + w) with one rounding at the end (qwen3_next, qwen3_5*); and plain, rounded to the
-    model's dtype before it is multiplied by w (the others).
+    Two kinds: zero-centred, times 1 + w (qwen3_next, qwen3_5*); and plain, times w (the others).
     """
 
     def __init__(self, width: int, dtype: str, *, eps: float, zero_centred: bool):
@@ -53,11 +57,9 @@ class RMSNorm(nnx.Module):
         self.zero_centred = zero_centred
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        normal = normalise(x, self.eps)
-        weight = jnp.broadcast_to(self.weight[...], x.shape)
-        if self.zero_centred:
-            return (normal * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
-        return normal.astype(x.dtype) * weight
+        weight = self.weight[...].astype(jnp.float32)
+        scale = 1.0 + weight if self.zero_centred else weight
+        return (normalise(x, self.eps) * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
 
 
 class GatedRMSNorm(nnx.Module):

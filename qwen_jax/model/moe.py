@@ -21,11 +21,12 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
         tokens, slots = x.shape[0] * x.shape[1], routing.ids.shape[-1]
+        gate_up_proj = self.gate_up_proj[...]
         mixed = expert_dispatch(
-            x.reshape(tokens, -1),
+            x.reshape(tokens, -1).astype(gate_up_proj.dtype),
             routing.ids.reshape(tokens, slots),
             routing.weights.reshape(tokens, slots),
-            self.gate_up_proj[...],
+            gate_up_proj,
             self.down_proj[...],
         )
         return mixed.reshape(x.shape)

@@ -50,7 +50,10 @@ class RouterContext:
 
 
 class Router(Protocol):
-    """Anything that chooses experts: `router(x, context) -> Routing`, pure and jittable, x being [B, T, D]."""
+    """Anything that chooses experts: `router(x, context) -> Routing`, pure and jittable.
+
+    x is the float32 [B, T, D] input of the MoE block, after its norm.
+    """
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing: ...
 
@@ -67,8 +70,9 @@ class TopKRouter(nnx.Module):
         self.renormalise = renormalise
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
+        weight = self.weight[...].astype(jnp.float32)
         logits = jnp.einsum(
-            "btd,ed->bte", x, self.weight[...], preferred_element_type=jnp.float32
+            "btd,ed->bte", x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST
         )
         weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.chosen)
         if self.renormalise:

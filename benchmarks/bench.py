@@ -1,0 +1,57 @@
+"""`qwen-jax bench` for machines without the command line's libraries: same measurement, same JSON.
+
+    python benchmarks/bench.py qwen3.6-35b-a3b --dummy --output benchmarks/results/h200/bench-bf16.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from qwen_jax.cli import guarded
+from qwen_jax.cli.environment import prepare_environment
+
+
+def main() -> int:
+    """Measure what the arguments say, print the figures, and keep them if asked to."""
+    prepare_environment()
+    return guarded(_bench)
+
+
+def _bench() -> None:
+    from qwen_jax.cli.console import Notes, write_json
+    from qwen_jax.cli.measure import BenchRequest
+    from qwen_jax.cli.report import as_text, run_bench
+
+    parser = argparse.ArgumentParser(description="Measure prefill, first-token and inter-token times.")
+    parser.add_argument("model", help="a preset, a model folder, or demo")
+    for field in dataclasses.fields(BenchRequest):
+        flag = "--" + field.name.replace("_", "-")
+        if field.name == "dummy":
+            parser.add_argument(flag, action="store_true", help="random weights, made on the device")
+        elif field.name == "dtype":
+            parser.add_argument(flag, choices=("float32", "bfloat16"))
+        elif field.name != "model":
+            parser.add_argument(flag, type=int, default=field.default)
+    parser.add_argument("--output", type=Path, help="file to write the JSON result to")
+    parser.add_argument("--json", action="store_true", help="print the JSON result instead of a table")
+    values = vars(parser.parse_args())
+    output, as_json = values.pop("output"), values.pop("json")
+
+    result = run_bench(BenchRequest(**values), Notes(), ["python", "benchmarks/bench.py"])
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        write_json(result)
+    else:
+        print(as_text(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`qwen-jax bench`: how fast a model runs here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from .console import Notes, accept_any_text, write_json
+from .options import DType, MaybeWhole, Switch, Whole
+
+
+def bench(
+    model: str,
+    *,
+    dummy: Switch = False,
+    prompt_tokens: Whole = 512,
+    generation_tokens: Whole = 128,
+    batch_size: Whole = 1,
+    num_trials: Whole = 5,
+    num_layers: MaybeWhole = None,
+    max_model_len: MaybeWhole = None,
+    prefill_chunk_size: Whole = 512,
+    dtype: DType | None = None,
+    json: Switch = False,
+    quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
+) -> None:
+    """Measure prefill, first-token and inter-token times: greedy, compilation apart.
+
+    Args:
+        model: a model folder, demo, or the name of a released shape with --dummy.
+        dummy: random weights, made on the device.
+        prompt_tokens: tokens of each prompt (512 by default).
+        generation_tokens: new tokens of each row (128 by default).
+        batch_size: rows (1 by default).
+        num_trials: repetitions (5 by default).
+        num_layers: only so many layers of the model, from the first on; needs --dummy.
+        max_model_len: tokens a row that the cache has room for; prompt and new tokens by default.
+        prefill_chunk_size: most prompt tokens a row in one forward pass (512 by default).
+        dtype: of weights and activations; the model's own by default, float32 on a CPU.
+        json: write one JSON object, fit to be kept.
+        quiet: write nothing to standard error but errors and warnings.
+    """
+    from .measure import BenchRequest
+    from .report import as_text, run_bench
+
+    accept_any_text()
+    request = BenchRequest(
+        model=model,
+        dummy=dummy,
+        prompt_tokens=prompt_tokens,
+        generation_tokens=generation_tokens,
+        batch_size=batch_size,
+        num_trials=num_trials,
+        num_layers=num_layers,
+        max_model_len=max_model_len,
+        prefill_chunk_size=prefill_chunk_size,
+        dtype=dtype,
+    )
+    result = run_bench(request, Notes(quiet=quiet), ["qwen-jax", "bench"])
+    if json:
+        write_json(result)
+    else:
+        print(as_text(result))

@@ -1,0 +1,186 @@
+"""`qwen-jax inspect`: what a model is and what it costs, from its configuration and the headers of its files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, RequestError
+from .console import accept_any_text, scaled, size, table, write_json
+from .options import DType, Switch, Whole
+from .shape import Shape, find_shape, parse_memory
+
+if TYPE_CHECKING:
+    from ..config import QwenConfig
+
+_UNSAID = ("architectures", "transformers_version", "use_cache")
+
+
+def inspect(
+    model: str,
+    *,
+    memory: str | None = None,
+    batch_size: Whole = 1,
+    dtype: DType | None = None,
+    json: Switch = False,
+) -> None:
+    """Say what a model is and what it costs, without loading it.
+
+    Args:
+        model: a model folder, demo, or the name of a released shape such as qwen3.6-35b-a3b.
+        memory: what context fits in this memory: 24GB, 22.5GiB, 800MB, or a number of bytes.
+        batch_size: sequences at a time (1 by default), for --memory.
+        dtype: count weights and cache in this dtype; the model's own by default.
+        json: write one JSON object.
+    """
+    accept_any_text()
+    budget = None if memory is None else parse_memory(memory)
+    if batch_size < 1:
+        raise RequestError(f"--batch-size is {batch_size}; accepted is a whole number from 1 on")
+    shape = find_shape(model)
+    config, files = shape.config, None
+    if shape.folder is not None:
+        files, config = _holdings(shape.folder, config)
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
+    report = {
+        "model": model,
+        "config": config.to_hf(),
+        "cost": _cost(config),
+        "fit": None if budget is None else _fit(config, budget, batch_size),
+        "folder": files,
+    }
+    if json:
+        write_json(report)
+    else:
+        print(_as_text(shape, config, report))
+
+
+def _cost(config: QwenConfig) -> dict[str, Any]:
+    from .. import accounting
+
+    flops = accounting.flops_per_token(config)
+    return {
+        "dtype": config.dtype,
+        "layer_kinds": accounting.layer_kinds(config),
+        "parameters": dataclasses.asdict(accounting.count_parameters(config)),
+        "weight_bytes": accounting.weight_bytes(config),
+        "flops_per_token": flops,
+        "flops_per_token_of_context": accounting.flops_per_token(config, 1) - flops,
+        "weight_bytes_per_token": accounting.weight_bytes_per_token(config),
+        "bytes_per_token": accounting.bytes_per_token(config),
+        "kv_bytes_per_token": accounting.kv_bytes_per_token(config),
+        "state_bytes_per_sequence": {
+            "delta": accounting.delta_bytes_per_sequence(config),
+            "conv": accounting.conv_bytes_per_sequence(config),
+        },
+    }
+
+
+def _fit(config: QwenConfig, memory: int, batch_size: int) -> dict[str, int]:
+    from .. import accounting
+
+    return {
+        "memory_bytes": memory,
+        "batch_size": batch_size,
+        "context": accounting.largest_context(config, memory, batch_size),
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+def _holdings(folder: Path, config: QwenConfig) -> tuple[dict[str, Any], QwenConfig]:
+    """What a folder holds, and the configuration as its weights want it.
+
+    Quantised weights, and a folder without weights, are named; damaged or unfit ones raise `CheckpointError`.
+    """
+    from ..checkpoint.formats import quantisation
+    from ..checkpoint.plan import plan_load
+    from ..checkpoint.safetensors_io import INDEX, open_folder
+
+    quantised = quantisation(folder, ())
+    if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
+        return {"path": str(folder), "weights": _why_unreadable(folder), "quantised": quantised}, config
+    opened = open_folder(folder)
+    held = {
+        "path": str(folder),
+        "files": len(opened.shards),
+        "tensors": len(opened.tensors),
+        "bytes": opened.nbytes,
+        "dtypes": dict(Counter(tensor.dtype for tensor in opened.tensors.values()).most_common()),
+        "quantised": quantisation(folder, opened.tensors),
+        "notes": list(opened.notes),
+    }
+    if held["quantised"] is not None:
+        return held, config
+    plan = plan_load(opened, config)
+    return held | {"skipped": dict(plan.skipped), "notes": list(plan.notes)}, plan.config
+
+
+def _why_unreadable(folder: Path) -> str:
+    from ..checkpoint.safetensors_io import open_folder
+
+    try:
+        open_folder(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "none"
+
+
+def _as_text(shape: Shape, config: QwenConfig, report: dict[str, Any]) -> str:
+    fields = {k: v for k, v in report["config"].items() if v is not None and k not in _UNSAID}
+    fields.pop("layer_types", None)
+    parts = [
+        f"{shape.name}: {config.model_type}",
+        table({name: str(value) for name, value in fields.items()}),
+        table(_cost_rows(report["cost"])),
+    ]
+    if report["fit"] is not None:
+        parts.append(_fit_line(report["fit"], report["cost"]))
+    if report["folder"] is not None:
+        parts.append(table(_folder_rows(report["folder"])))
+    return "\n\n".join(parts)
+
+
+def _cost_rows(cost: dict[str, Any]) -> dict[str, str]:
+    count, state = cost["parameters"], cost["state_bytes_per_sequence"]
+    recurrent = state["delta"] + state["conv"]
+    rows = {
+        "layers": ", ".join(f"{number} x {kind}" for kind, number in cost["layer_kinds"].items()),
+        "parameters": f"{count['total']:,}",
+        "active a token": f"{count['active']:,} ({count['active_with_embedding']:,} with the whole embedding table)",
+        "weights": f"{size(cost['weight_bytes'])} in {cost['dtype']}",
+        "compute a token": f"{scaled(cost['flops_per_token'], 'FLOP')}, "
+        f"and {scaled(cost['flops_per_token_of_context'], 'FLOP')} for each token before it",
+        "bytes a token": f"{size(cost['bytes_per_token'])} at batch 1 ({size(cost['weight_bytes_per_token'])} of weights), "
+        f"and {size(cost['kv_bytes_per_token'])} for each token before it",
+        "KV cache": f"{cost['kv_bytes_per_token']:,} B a token",
+        "recurrent state": f"{recurrent:,} B a sequence (delta {state['delta']:,}, convolution {state['conv']:,})",
+    }
+    if not recurrent:
+        del rows["recurrent state"]
+    return rows
+
+
+def _fit_line(fit: dict[str, int], cost: dict[str, Any]) -> str:
+    batch, context, made_for = fit["batch_size"], fit["context"], fit["max_position_embeddings"]
+    memory = size(fit["memory_bytes"])
+    if context == 0:
+        return f"{memory} do not hold the weights ({size(cost['weight_bytes'])}) and a cache of one block each"
+    fits = f"{context:,} tokens of context" if batch == 1 else f"{batch} sequences of {context:,} tokens each"
+    return f"{memory} hold the weights and {fits}; the model is made for {made_for:,} (working memory not counted)"
+
+
+def _folder_rows(held: dict[str, Any]) -> dict[str, str]:
+    rows = {"folder": held["path"]}
+    if "files" in held:
+        rows["files"] = f"{held['files']} with {held['tensors']} tensors, {size(held['bytes'])}"
+        rows["dtypes"] = ", ".join(f"{number} x {name}" for name, number in held["dtypes"].items())
+    if held["quantised"] is not None:
+        rows["quantised"] = f"{held['quantised']}: such weights cannot be run yet"
+    if "weights" in held:
+        rows["weights"] = held["weights"]
+    if held.get("notes"):
+        rows["notes"] = "; ".join(held["notes"])
+    return rows

@@ -1,0 +1,264 @@
+"""How fast a model runs: what `qwen-jax bench` and `benchmarks/bench.py` measure. Needs no terminal library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..accounting import cache_bytes, weight_bytes
+from ..cache import Cache, init_cache
+from ..compile_time import compile_seconds
+from ..config import QwenConfig
+from ..decode import DecodeState, init_state, prefill_prompts
+from ..decode.loop import raise_on_failure, run_steps
+from ..errors import RequestError
+from ..load import load
+from ..memory import peak_memory, refuse_unless_fits
+from ..model import CausalLM, initialise
+from .loading import choose_dtype
+from .shape import Shape, find_shape
+
+Note = Callable[[str], None]
+
+_start = jax.jit(init_state, static_argnames=("capacity", "sample"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """What to measure.
+
+    Attributes:
+        model: a preset, a folder, or "demo".
+        dummy: random weights, made on the device, instead of the folder's.
+        prompt_tokens: tokens of each prompt, drawn at random.
+        generation_tokens: new tokens of each row, from 2 on; end tokens don't stop a row.
+        batch_size: rows.
+        num_trials: measured repetitions, after one that compiles.
+        num_layers: use only so many of the model's layers, from the first on; needs `dummy`.
+        max_model_len: tokens a row that the cache has room for; prompt and generation if None.
+        prefill_chunk_size: most prompt tokens a row in one forward pass.
+        dtype: of weights and activations; the model's own if None, float32 on a CPU.
+
+    Raises:
+        RequestError: a value outside its range.
+    """
+
+    model: str
+    dummy: bool = False
+    prompt_tokens: int = 512
+    generation_tokens: int = 128
+    batch_size: int = 1
+    num_trials: int = 5
+    num_layers: int | None = None
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 512
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        smallest = {"prompt_tokens": 1, "generation_tokens": 2, "batch_size": 1, "num_trials": 1}
+        smallest |= {"num_layers": 1, "max_model_len": 1, "prefill_chunk_size": 1}
+        for name, least in smallest.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise RequestError(f"{name} is {value}; accepted is a whole number from {least} on")
+        if self.length < self.prompt_tokens + self.generation_tokens:
+            raise RequestError(
+                f"max_model_len is {self.max_model_len}, but {self.prompt_tokens} prompt tokens and "
+                f"{self.generation_tokens} new ones need {self.prompt_tokens + self.generation_tokens}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens a row that the cache has room for."""
+        return self.max_model_len or self.prompt_tokens + self.generation_tokens
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that ask for this."""
+        words = [self.model]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "model" and value != field.default:
+                words.append("--" + field.name.replace("_", "-"))
+                words += [] if value is True else [str(value)]
+        return words
+
+
+@dataclasses.dataclass
+class Samples:
+    """Seconds of each measured event.
+
+    Attributes:
+        prefill: all prompts through the model, until their logits are there.
+        first_token: the same, and the first token of each row drawn and read by the host.
+        step: one decode step as a call of its own, its token awaited.
+        loop: a whole generation but its first token in one call, divided by its steps.
+    """
+
+    prefill: list[float] = dataclasses.field(default_factory=list)
+    first_token: list[float] = dataclasses.field(default_factory=list)
+    step: list[float] = dataclasses.field(default_factory=list)
+    loop: list[float] = dataclasses.field(default_factory=list)
+
+
+def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
+    """Measure one model.
+
+    Args:
+        request: what to measure.
+        note: told what is going on.
+
+    Returns:
+        Figures by name, ready for JSON. Times are in seconds.
+
+    Raises:
+        RequestError: a preset without `dummy`, or layers that the model does not have.
+        MemoryLimitError: weights and cache cannot fit; nothing was loaded.
+    """
+    shape = find_shape(request.model)
+    config = _configuration(shape, request, note)
+    weights, cache = weight_bytes(config), cache_bytes(config, request.batch_size, request.length)
+    refuse_unless_fits(weights + cache, f"{request.model} in {config.dtype} with a cache of {cache / 1e9:.2f} GB")
+    begin = time.perf_counter()
+    model = _model(shape, config, request, note)
+    made = time.perf_counter() - begin
+    bench = _Bench(model, request)
+
+    note("compiling ...")
+    before = compile_seconds()
+    bench.trial(Samples())
+    compiled = compile_seconds() - before
+    note(f"compiled in {compiled:.1f} s")
+    samples = Samples()
+    for number in range(request.num_trials):
+        bench.trial(samples)
+        note(f"trial {number + 1} of {request.num_trials}: {samples.loop[-1] * 1e3:.3f} ms a token")
+    return {
+        "model": {"name": request.model, "type": config.model_type, "num_layers": config.num_hidden_layers}
+        | {"dtype": config.dtype, "weights": "random" if request.dummy else "loaded"},
+        **_figures(samples, request),
+        "weight_bytes": weights,
+        "cache_bytes": cache,
+        "peak_memory_bytes": peak_memory(),
+        "compile_seconds": compiled,
+        "weights_ready_seconds": made,
+    }
+
+
+def _configuration(shape: Shape, request: BenchRequest, note: Note) -> QwenConfig:
+    if shape.folder is None and not request.dummy:
+        raise RequestError(f"{shape.name} names a shape, which has no weights; add --dummy for random ones")
+    config = shape.config
+    if request.num_layers is not None:
+        if not request.dummy:
+            raise RequestError("num_layers cuts a model of random weights; add --dummy")
+        config = first_layers(config, request.num_layers)
+    return dataclasses.replace(config, dtype=choose_dtype(config.dtype, request.dtype, note))
+
+
+def first_layers(config: QwenConfig, count: int) -> QwenConfig:
+    """The configuration with only its first layers.
+
+    Raises:
+        RequestError: more layers than it has.
+    """
+    if count > config.num_hidden_layers:
+        raise RequestError(f"num_layers is {count}; the model has {config.num_hidden_layers}")
+    widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    listed = {name: getattr(config, name) for name in widths if isinstance(getattr(config, name), tuple)}
+    return dataclasses.replace(
+        config,
+        num_hidden_layers=count,
+        layer_types=config.layer_types[:count],
+        mlp_only_layers=tuple(layer for layer in config.mlp_only_layers if layer < count),
+        **{name: value[:count] for name, value in listed.items()},
+    )
+
+
+def _model(shape: Shape, config: QwenConfig, request: BenchRequest, note: Note) -> CausalLM:
+    if request.dummy or shape.folder is None:
+        note(f"making random weights of {weight_bytes(config) / 1e9:.2f} GB")
+        model = initialise(config, jax.random.key(0))
+    else:
+        note(f"loading {request.model}")
+        model, _ = load(shape.folder, dtype=config.dtype)
+    return jax.block_until_ready(model)
+
+
+class _Bench:
+    """One model and the prompts to run through it."""
+
+    def __init__(self, model: CausalLM, request: BenchRequest) -> None:
+        self._model = model
+        self._request = request
+        shape = (request.batch_size, request.prompt_tokens)
+        self._prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, shape).tolist()
+
+    def trial(self, samples: Samples) -> None:
+        """Generate twice from the prompts: in single steps, and in one call."""
+        steps = self._request.generation_tokens - 1
+        state, cache = self._begin(samples)
+        for _ in range(steps):
+            begin = time.perf_counter()
+            state, cache = self._steps(state, cache, 1)
+            samples.step.append(time.perf_counter() - begin)
+        raise_on_failure(state, cache)
+        del state, cache
+
+        state, cache = self._begin(samples)
+        begin = time.perf_counter()
+        state, cache = self._steps(state, cache, steps)
+        samples.loop.append((time.perf_counter() - begin) / steps)
+        raise_on_failure(state, cache)
+
+    def _begin(self, samples: Samples) -> tuple[DecodeState, Cache]:
+        request = self._request
+        cache = jax.block_until_ready(init_cache(self._model.config, request.batch_size, request.length))
+        begin = time.perf_counter()
+        logits, cache = prefill_prompts(
+            self._model, cache, self._prompts, chunk_size=request.prefill_chunk_size
+        )
+        jax.block_until_ready((logits, cache))
+        samples.prefill.append(time.perf_counter() - begin)
+        state = _start(
+            logits,
+            max_tokens=jnp.asarray(request.generation_tokens, jnp.int32),
+            capacity=request.generation_tokens,
+        )
+        jax.device_get(state.last)
+        samples.first_token.append(time.perf_counter() - begin)
+        return state, cache
+
+    def _steps(self, state: DecodeState, cache: Cache, steps: int) -> tuple[DecodeState, Cache]:
+        state, cache = run_steps(self._model, cache, state, max_steps=jnp.int32(steps))
+        jax.device_get(state.last)
+        return state, cache
+
+
+def _figures(samples: Samples, request: BenchRequest) -> dict[str, Any]:
+    rows = request.batch_size
+    return {
+        "prefill_seconds": spread(samples.prefill),
+        "prefill_tokens_per_second": rows * request.prompt_tokens / float(np.median(samples.prefill)),
+        "first_token_seconds": spread(samples.first_token),
+        "inter_token_seconds": spread(samples.step),
+        "loop_seconds_per_token": spread(samples.loop),
+        "decode_tokens_per_second": rows / float(np.median(samples.loop)),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float | int]:
+    """Median, 99th percentile (interpolated) and number of measurements."""
+    if not values:
+        return {"median": math.nan, "p99": math.nan, "count": 0}
+    return {
+        "median": float(np.median(values)),
+        "p99": float(np.percentile(values, 99)),
+        "count": len(values),
+    }

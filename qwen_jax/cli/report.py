@@ -1,0 +1,58 @@
+"""A measurement with where it comes from, as JSON and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from .console import size, table
+from .measure import BenchRequest, Note, measure
+from .provenance import provenance
+
+
+def run_bench(request: BenchRequest, note: Note, program: Sequence[str]) -> dict[str, Any]:
+    """Measure, and put device, versions, commit and command beside the figures.
+
+    Args:
+        request: what to measure.
+        note: told what is going on.
+        program: how the program was called, without its arguments.
+    """
+    figures = measure(request, note)
+    return {
+        "benchmark": "bench",
+        **provenance([*program, *request.arguments()]),
+        "request": dataclasses.asdict(request),
+        "figures": figures,
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The result for a reader."""
+    figures, request, device = result["figures"], result["request"], result["device"]
+    model = figures["model"]
+    shape = f"{model['num_layers']} layers, {model['dtype']}, {model['weights']} weights"
+    work = f"{request['batch_size']} x ({request['prompt_tokens']} + {request['generation_tokens']}) tokens"
+    rows = {
+        "model": f"{model['name']} ({shape})",
+        "device": f"{device['count']} x {device['kind']}",
+        "work": f"{work}, {request['num_trials']} trials",
+        "prefill": _times(figures["prefill_seconds"], figures["prefill_tokens_per_second"]),
+        "first token": _times(figures["first_token_seconds"]),
+        "inter-token": _times(figures["inter_token_seconds"]) + ", each step a call of its own",
+        "loop": _times(figures["loop_seconds_per_token"], figures["decode_tokens_per_second"])
+        + ", all steps in one call",
+        "weights": size(figures["weight_bytes"]),
+        "cache": size(figures["cache_bytes"]),
+        "peak memory": size(figures["peak_memory_bytes"]),
+        "compilation": f"{figures['compile_seconds']:.1f} s",
+        "versions": ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
+        "commit": str(result["commit"] or "no checkout"),
+    }
+    return table(rows)
+
+
+def _times(spread: dict[str, float], rate: float | None = None) -> str:
+    text = f"median {spread['median'] * 1e3:.3f} ms, P99 {spread['p99'] * 1e3:.3f} ms"
+    return text if rate is None else f"{text}, {rate:,.1f} tokens/s"
