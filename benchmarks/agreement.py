@@ -1,8 +1,12 @@
-"""Do the accelerator in bf16 and the host in float32 agree? A cut of a released shape, the same random weights in both.
+"""Do the accelerator in bf16 and the host in float32 agree?
 
-    python benchmarks/agreement.py --preset qwen3.6-35b-a3b --layers 4 --tokens 256 --out result.json
+A cut of a released shape with the same random weights in both.
 
-Prints the mean Kullback-Leibler divergence of the next-token distributions (nats, host first) and exits with 1 above the bar.
+    python benchmarks/agreement.py --preset qwen3.6-35b-a3b --layers 4 --tokens 256 --out
+    result.json
+
+Prints the mean Kullback-Leibler divergence of the next-token distributions (nats, host first) and
+exits with 1 above the bar.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`qwen-jax bench` for machines without the command line's libraries: same measurement, same JSON.
 
-    python benchmarks/bench.py qwen3.6-35b-a3b --dummy --output benchmarks/results/h200/bench-bf16.json
+python benchmarks/bench.py qwen3.6-35b-a3b --dummy --output benchmarks/results/h200/bench-bf16.json
 """
 
 from __future__ import annotations
@@ -28,18 +28,24 @@ def _bench() -> None:
     from qwen_jax.cli.measure import BenchRequest
     from qwen_jax.cli.report import as_text, run_bench
 
-    parser = argparse.ArgumentParser(description="Measure prefill, first-token and inter-token times.")
+    parser = argparse.ArgumentParser(
+        description="Measure prefill, first-token and inter-token times."
+    )
     parser.add_argument("model", help="a preset, a model folder, or demo")
     for field in dataclasses.fields(BenchRequest):
         flag = "--" + field.name.replace("_", "-")
         if field.name == "dummy":
-            parser.add_argument(flag, action="store_true", help="random weights, made on the device")
+            parser.add_argument(
+                flag, action="store_true", help="random weights, made on the device"
+            )
         elif field.name == "dtype":
             parser.add_argument(flag, choices=("float32", "bfloat16"))
         elif field.name != "model":
             parser.add_argument(flag, type=int, default=field.default)
     parser.add_argument("--output", type=Path, help="file to write the JSON result to")
-    parser.add_argument("--json", action="store_true", help="print the JSON result instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print the JSON result instead of a table"
+    )
     values = vars(parser.parse_args())
     output, as_json = values.pop("output"), values.pop("json")
 

@@ -1,7 +1,7 @@
-"""What a model costs, from its configuration alone: parameters, bytes, operations, and the context that fits.
+"""What a model costs, from its configuration alone: parameters, bytes, operations, context.
 
-Parameters are counted on the abstract module tree and cache bytes on the abstract cache, so these numbers follow the
-code and cannot drift from it. Nothing is allocated.
+Parameters are counted on the abstract module tree and cache bytes on the abstract cache, so these
+numbers follow the code and cannot drift from it. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from fractions import Fraction
 
 import jax
 from flax import nnx
+from jaxtyping import Array
 
-from .cache import Cache, KVBlocks, RecurrentState, init_cache
+from .cache import KVBlocks, RecurrentState, init_cache
+from .cache.cache import BLOCK_SIZE
 from .config import QwenConfig
 from .model import CausalLM
 
@@ -30,8 +32,8 @@ class Tensor:
         path: its place in the tree, which is its Hugging Face key without `model.`.
         size: number of values.
         nbytes: bytes on the device.
-        active: share of it that one token uses: experts per token over experts for routed experts, 0 for an embedding
-            table that is only looked up, else 1.
+        active: share of it that one token uses: experts per token over experts for routed experts,
+            0 for an embedding table that is only looked up, else 1.
     """
 
     path: str
@@ -46,8 +48,9 @@ class ParameterCount:
 
     Attributes:
         total: all of them; a tied output head is counted once, as the embedding table.
-        active: those that one token is multiplied with: all but the routed experts it does not choose and the embedding
-            table, of which it takes one row. A table that is the output head too (tied) is multiplied, hence counted.
+        active: those that one token is multiplied with: all but the routed experts it does not
+            choose and the embedding table, of which it takes one row. A table that is the output
+            head too (tied) is multiplied, hence counted.
         active_with_embedding: `active`, and the whole embedding table.
     """
 
@@ -87,7 +90,7 @@ def weight_bytes(config: QwenConfig) -> int:
 
 
 def weight_bytes_per_token(config: QwenConfig) -> int:
-    """Bytes of weights that decoding one token at batch 1 reads: the active parameters and one row of the embedding."""
+    """Bytes of weights that one decode step at batch 1 reads, a row of the embedding included."""
     tree = tensors(config)
     row = next(t.nbytes for t in tree if t.path == EMBEDDING) // config.vocab_size
     return int(sum(tensor.nbytes * tensor.active for tensor in tree)) + row
@@ -96,30 +99,34 @@ def weight_bytes_per_token(config: QwenConfig) -> int:
 def bytes_per_token(config: QwenConfig, context: int = 0) -> int:
     """Bytes that decoding one token at batch 1 moves.
 
-    Weights and the keys and values of `context` tokens are read; recurrent state is read and written.
+    Weights and the keys and values of `context` tokens are read; recurrent state is read and
+    written.
     """
     state = 2 * state_bytes_per_sequence(config)
     return weight_bytes_per_token(config) + state + context * kv_bytes_per_token(config)
 
 
 def flops_per_token(config: QwenConfig, context: int = 0) -> int:
-    """Floating-point operations of one token's forward pass, the token standing behind `context` others.
+    """Floating-point operations of one token's forward pass, behind `context` other tokens.
 
-    Two for each active parameter; in an attention layer 4 N H for each token attended to (scores and mix); in a linear
-    attention layer 7 Dk Dv for each value head (decay the state, read it twice, update it).
+    Two for each active parameter; in an attention layer 4 N H for each token attended to (scores
+    and mix); in a linear attention layer 7 Dk Dv for each value head (decay the state, read it
+    twice, update it).
     """
     attended = context + 1
     sliding = min(attended, config.sliding_window or attended)
     seen = {"full_attention": attended, "sliding_attention": sliding, "linear_attention": 0}
     each = 4 * config.num_attention_heads * config.head_dim
     attention = each * sum(seen[kind] for kind in config.layer_types)
-    state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    state = (
+        config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    )
     linear = 7 * state * config.layer_types.count("linear_attention")
     return 2 * count_parameters(config).active + attention + linear
 
 
 def layer_kinds(config: QwenConfig) -> dict[str, int]:
-    """How many layers there are of each kind of mixer and feed-forward, such as "linear_attention + moe"."""
+    """Number of layers of each kind, by mixer and feed-forward: "linear_attention + moe"."""
     feeds = ["moe" if config.is_sparse(i) else "dense" for i in range(config.num_hidden_layers)]
     kinds = zip(config.layer_types, feeds, strict=True)
     return dict(Counter(f"{mixer} + {feed}" for mixer, feed in kinds))
@@ -127,29 +134,28 @@ def layer_kinds(config: QwenConfig) -> dict[str, int]:
 
 def kv_bytes_per_token(config: QwenConfig) -> int:
     """Bytes of keys and values that each token of context keeps, all attention layers together."""
-    cache = _abstract_cache(config, 1, 1, block_size=1)
-    blocks = [layer for layer in cache.layers if isinstance(layer, KVBlocks)]
-    return sum(_nbytes(layer) // layer.key.shape[0] for layer in blocks)
+    one, two = (_cache_parts(config, 1, tokens, block_size=1)["kv"] for tokens in (1, 2))
+    return two - one
 
 
 def state_bytes_per_sequence(config: QwenConfig) -> int:
-    """Bytes of recurrent state of one sequence, whatever its length: delta and convolution state."""
+    """Bytes of recurrent state of one sequence, whatever its length: delta and convolution."""
     return delta_bytes_per_sequence(config) + conv_bytes_per_sequence(config)
 
 
 def delta_bytes_per_sequence(config: QwenConfig) -> int:
     """Bytes of the delta rule's state of one sequence, all linear attention layers together."""
-    return sum(_nbytes(state.delta) for state in _states(config))
+    return _cache_parts(config, 1, 1)["delta"]
 
 
 def conv_bytes_per_sequence(config: QwenConfig) -> int:
-    """Bytes of the short convolution's state of one sequence, all linear attention layers together."""
-    return sum(_nbytes(state.conv) for state in _states(config))
+    """Bytes of the convolution's state of one sequence, all linear attention layers together."""
+    return _cache_parts(config, 1, 1)["conv"]
 
 
 def cache_bytes(config: QwenConfig, batch_size: int, max_length: int) -> int:
     """Bytes of `init_cache(config, batch_size, max_length)`."""
-    return _nbytes(_abstract_cache(config, batch_size, max_length))
+    return sum(_cache_parts(config, batch_size, max_length).values())
 
 
 def largest_context(config: QwenConfig, memory: int, batch_size: int = 1) -> int:
@@ -165,23 +171,32 @@ def largest_context(config: QwenConfig, memory: int, batch_size: int = 1) -> int
     Returns:
         Tokens of each sequence; 0 if not even the weights and one block each fit.
     """
-    block_size = _abstract_cache(config, 1, 1).block_size
-    smallest = weight_bytes(config) + cache_bytes(config, batch_size, block_size)
+    smallest = weight_bytes(config) + cache_bytes(config, batch_size, BLOCK_SIZE)
     if memory < smallest:
         return 0
     # The cache grows by the same amount with each block of every sequence.
-    grown = cache_bytes(config, batch_size, 2 * block_size) - cache_bytes(config, batch_size, block_size)
-    return (1 + (memory - smallest) // grown) * block_size
+    one, two = (cache_bytes(config, batch_size, blocks * BLOCK_SIZE) for blocks in (1, 2))
+    return (1 + (memory - smallest) // (two - one)) * BLOCK_SIZE
 
 
-def _states(config: QwenConfig) -> list[RecurrentState]:
-    layers = _abstract_cache(config, 1, 1).layers
-    return [layer for layer in layers if isinstance(layer, RecurrentState)]
+def _cache_parts(
+    config: QwenConfig, batch_size: int, max_length: int, **options: int
+) -> dict[str, int]:
+    """Bytes of a cache by what they hold."""
 
+    def parts() -> dict[str, list[Array]]:
+        cache = init_cache(config, batch_size, max_length, **options)
+        blocks = [layer for layer in cache.layers if isinstance(layer, KVBlocks)]
+        states = [layer for layer in cache.layers if isinstance(layer, RecurrentState)]
+        return {
+            "kv": jax.tree.leaves(blocks),
+            "delta": [state.delta for state in states],
+            "conv": [state.conv for state in states],
+            "table": jax.tree.leaves(cache.blocks),
+        }
 
-def _abstract_cache(config: QwenConfig, batch_size: int, max_length: int, **options: int) -> Cache:
-    return jax.eval_shape(lambda: init_cache(config, batch_size, max_length, **options))
-
-
-def _nbytes(tree: object) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    abstract = jax.eval_shape(parts)
+    return {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        for name, leaves in abstract.items()
+    }

@@ -1,4 +1,7 @@
-"""The errors that callers may catch. Each message says what was wrong, the value seen, what is accepted, and what to do."""
+"""The errors that callers may catch.
+
+Each message says what was wrong, the value seen, what is accepted, and what to do.
+"""
 
 
 class ConfigError(ValueError):

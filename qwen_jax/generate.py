@@ -1,7 +1,7 @@
-"""Text in, text out: `generate` and `stream_generate` over the jitted functions of `qwen_jax.decode`."""
+"""Text in, text out: `generate` and `stream_generate` over the functions of `qwen_jax.decode`."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, overload
 
 import jax
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .cache import init_cache
+from .compile_time import running_time
 from .decode import (
-    DecodeState,
     FinishReason,
     SamplingOptions,
     SamplingParams,
@@ -19,7 +19,6 @@ from .decode import (
     stream,
 )
 from .decode.prompt import CHUNK_SIZE, bucket, check_ids
-from .compile_time import running_time
 from .errors import RequestError
 from .model import CausalLM
 from .text import Detokenizer, StopMatcher, Tokenizer
@@ -34,10 +33,12 @@ class GenerationResult:
     """A generation, or one piece of it when streamed.
 
     Attributes:
-        text: new text. In a stream the part that became certain with this piece, which may be empty.
+        text: new text. In a stream the part that became certain with this piece, which may be
+            empty.
         tokens: new ids, a stop token included; of this piece in a stream.
         logprobs: log-probability of each of `tokens` under the model's own distribution.
-        finish_reason: "stop" (a stop token or string), "length" (max_tokens), or None while the row goes on.
+        finish_reason: "stop" (a stop token or string), "length" (max_tokens), or None while the row
+            goes on.
         prompt_tokens: length of the prompt.
         generation_tokens: tokens generated so far.
         prompt_tps: prompt tokens a second, all rows together; compilation left out.
@@ -85,7 +86,7 @@ def stream_generate(
     *,
     max_tokens: int | None = None,
     sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     ignore_eos: bool = False,
     max_model_len: int | None = None,
     prefill_chunk_size: int = CHUNK_SIZE,
@@ -96,7 +97,8 @@ def stream_generate(
         model: from `qwen_jax.load`.
         tokenizer: from `qwen_jax.load`; None if prompts are ids and no text is wanted.
         prompt: a string (used as it is, without chat template), a list of ids, or a list of either.
-        max_tokens: most new tokens a prompt. 0 gives an empty result. None: 256, or what the context has room for.
+        max_tokens: most new tokens a prompt. 0 gives an empty result. None: 256, or what the
+            context has room for.
         sampling: options for all prompts, or one for each; greedy if None.
         stop: strings that end a generation; they are not part of the text.
         ignore_eos: go on through the model's end tokens.
@@ -104,14 +106,16 @@ def stream_generate(
         prefill_chunk_size: most prompt tokens a row in one forward pass.
 
     Raises:
-        RequestError: a prompt, option or limit outside what is accepted; before any work on the device.
+        RequestError: a prompt, option or limit outside what is accepted; before any work on the
+            device.
     """
     _, prompts = _as_batch(prompt)
     ids = [_encode(model, tokenizer, p, row) for row, p in enumerate(prompts)]
     longest = max(len(row) for row in ids)
     max_tokens = _check_limits(model, longest, max_tokens, max_model_len)
+    _check_whole("prefill_chunk_size", prefill_chunk_size, 1)
     params = _sampling_rows(sampling, len(ids))
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
     if stops and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; this model folder has none")
     rows = [_Row(i, len(row), tokenizer, stops) for i, row in enumerate(ids)]
@@ -146,12 +150,12 @@ def _run(
         prompt_tokens=_tokens_present(ids, params, model.config.vocab_size),
     )
     jax.block_until_ready(state.count)
-    elapsed = running_time() - begin
+    elapsed = max(running_time() - begin, 1e-9)
     for row in rows:
-        row.prompt_tps = sum(len(row) for row in ids) / elapsed
-    for state, _ in stream(model, cache, state):
+        row.prompt_tps = sum(map(len, ids)) / elapsed
+    for grown, _ in stream(model, cache, state):
         count, reason, tokens, logprobs = jax.device_get(
-            (state.count, state.reason, state.tokens, state.logprobs)
+            (grown.count, grown.reason, grown.tokens, grown.logprobs)
         )
         for row in rows:
             yield from row.take(tokens, logprobs, int(count[row.index]), int(reason[row.index]))
@@ -173,7 +177,9 @@ class _Row:
         self.prompt_tps = 0.0
         self.count = 0
         self.finished = False
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=True)
+        self._detokenizer = (
+            None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=True)
+        )
         self._stops = StopMatcher(stops)
         self._first_token_at = 0.0
 
@@ -187,7 +193,9 @@ class _Row:
                 self._first_token_at = running_time()
             last = self.count == count and reason != FinishReason.RUNNING
             stopped_by_id = last and reason == FinishReason.STOP
-            text, stopped = self._text(None if stopped_by_id else int(tokens[self.index, column]), last)
+            text, stopped = self._text(
+                None if stopped_by_id else int(tokens[self.index, column]), last
+            )
             why = "stop" if stopped or stopped_by_id else "length" if last else None
             self.finished = why is not None
             yield self.piece(
@@ -244,19 +252,30 @@ def _as_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
     if isinstance(prompt, str):
         return True, [prompt]
     if isinstance(prompt, np.ndarray | jax.Array):
-        prompt = np.asarray(prompt).tolist()
-    prompts = list(prompt)
+        prompt = np.atleast_1d(np.asarray(prompt)).tolist()
+    prompts = list(_iterable(prompt, "prompt"))
     if not prompts:
         raise RequestError("prompt is empty; give text or at least one token id")
-    if isinstance(prompts[0], int | np.integer):
+    if not isinstance(prompts[0], Sequence) and np.ndim(prompts[0]) == 0:
         return True, [prompts]
     return False, prompts
 
 
+def _iterable(value: Prompt | Sequence[Prompt], name: str) -> Iterable:
+    """The value, if it may hold token ids or prompts."""
+    if isinstance(value, bytes | bytearray) or not isinstance(value, Iterable):
+        raise RequestError(
+            f"{name} is of type {type(value).__name__}; accepted are text, a list of token ids, or "
+            "a list of either"
+        )
+    return value
+
+
 def _encode(model: CausalLM, tokenizer: Tokenizer | None, prompt: Prompt, row: int) -> list[int]:
     if not isinstance(prompt, str):
-        check_ids(list(prompt), model.config.vocab_size, row)
-        return [int(token) for token in prompt]
+        ids = list(_iterable(prompt, f"prompt {row}"))
+        check_ids(ids, model.config.vocab_size, row)
+        return [int(token) for token in ids]
     if tokenizer is None:
         raise RequestError(
             f"prompt {row} is text, but this model folder has no tokenizer; give token ids instead"
@@ -271,18 +290,23 @@ def _check_limits(
 ) -> int:
     """The number of new tokens, or an error that names both numbers."""
     limit = model.config.max_position_embeddings if max_model_len is None else max_model_len
-    if limit < 1:
-        raise RequestError(f"max_model_len is {limit}; accepted is a whole number from 1 on")
+    limit = _check_whole("max_model_len", limit, 1)
     if max_tokens is None:
         max_tokens = min(DEFAULT_MAX_TOKENS, max(limit - longest, 0))
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
-        raise RequestError(f"max_tokens is {max_tokens!r}; accepted is a whole number from 0 on")
-    if longest + max_tokens > limit or longest >= limit + (max_tokens == 0):
+    max_tokens = _check_whole("max_tokens", max_tokens, 0)
+    if longest + max_tokens > limit:
         raise RequestError(
-            f"a prompt of {longest} tokens and max_tokens {max_tokens} need {longest + max_tokens}, but the context is "
+            f"a prompt of {longest} tokens and max_tokens {max_tokens} need "
+            f"{longest + max_tokens}, but the context is "
             f"{limit}; shorten the prompt, lower max_tokens, or raise max_model_len"
         )
     return max_tokens
+
+
+def _check_whole(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise RequestError(f"{name} is {value!r}; accepted is a whole number from {least} on")
+    return int(value)
 
 
 def _sampling_rows(
@@ -290,9 +314,14 @@ def _sampling_rows(
 ) -> list[SamplingOptions]:
     if sampling is None or isinstance(sampling, SamplingOptions):
         return [sampling or SamplingOptions()] * rows
-    if len(sampling) != rows:
-        raise RequestError(f"{len(sampling)} sampling options for {rows} prompts; give one, or one each")
-    return list(sampling)
+    options = list(sampling) if isinstance(sampling, Sequence) else [sampling]
+    if not all(isinstance(option, SamplingOptions) for option in options):
+        raise RequestError(f"sampling is {sampling!r}; accepted are SamplingOptions")
+    if len(options) != rows:
+        raise RequestError(
+            f"{len(options)} sampling options for {rows} prompts; give one, or one each"
+        )
+    return options
 
 
 def _sampled_ids(model: CausalLM, tokenizer: Tokenizer | None) -> np.ndarray:

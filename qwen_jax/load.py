@@ -30,8 +30,9 @@ def load(
 ) -> tuple[CausalLM, Tokenizer | None]:
     """Load a Hugging Face model folder of bf16, f16 or f32 weights.
 
-    Tensors go to the device one at a time: peak host memory is the largest tensor, peak device memory the model and that
-    tensor. The model's `config.eos_token_id` holds the end tokens of config, generation config and tokenizer together.
+    Tensors go to the device one at a time: peak host memory is the largest tensor, peak device
+    memory the model and that tensor. The model's `config.eos_token_id` holds the end tokens of
+    config, generation config and tokenizer together.
 
     Args:
         path: a folder, or "demo" for the bundled model.
@@ -44,7 +45,8 @@ def load(
 
     Raises:
         ConfigError: the configuration is malformed or not implemented.
-        CheckpointError: files are missing, damaged, unsafe, quantised, or do not fit the configuration.
+        CheckpointError: files are missing, damaged, unsafe, quantised, or do not fit the
+            configuration.
         MemoryLimitError: the device is too small; nothing was loaded.
     """
     folder = find_folder(path)
@@ -75,7 +77,8 @@ def find_folder(path: str | os.PathLike[str]) -> Path:
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(
-            f'{folder} {kind}; accepted is a model folder with config.json and safetensors, or "demo"'
+            f"{folder} {kind}; accepted is a model folder with config.json and safetensors, "
+            'or "demo"'
         )
     return folder
 
@@ -93,7 +96,8 @@ def _end_tokens(folder: Path, config: QwenConfig, tokenizer: Tokenizer | None) -
     listed = values if isinstance(values, list) else [] if values is None else [values]
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in listed):
         raise CheckpointError(
-            f"{folder / 'generation_config.json'}: eos_token_id is {values!r}; accepted is an id, a list of ids, or null"
+            f"{folder / 'generation_config.json'}: eos_token_id is {values!r}; accepted is an "
+            f"id, a list of ids, or null"
         )
     known = () if tokenizer is None else tokenizer.eos_token_ids
     return tuple(dict.fromkeys((*config.eos_token_id, *listed, *known)))

@@ -8,7 +8,7 @@ from .errors import MemoryLimitError
 
 
 def available_memory() -> int:
-    """Bytes that the default device can still give: a GPU's own limit less what is in use, or the host's free memory."""
+    """Bytes that the default device can still give; the host's free memory where it is the host."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -16,7 +16,7 @@ def available_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Peak bytes in use on the default device; the process's peak resident memory where the device is the host."""
+    """Peak bytes in use on the default device; peak resident memory where it is the host."""
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
@@ -26,12 +26,13 @@ def peak_memory() -> int:
 
 
 def refuse_unless_fits(needed: int, what: str) -> None:
-    """Raise `MemoryLimitError` with both numbers where `needed` bytes are more than the device has."""
+    """Raise `MemoryLimitError` with both numbers where the device has less than `needed` bytes."""
     available = available_memory()
     if needed > available:
         raise MemoryLimitError(
             f"{what} needs {needed / 1e9:.2f} GB, but {available / 1e9:.2f} GB are available on "
-            f"{jax.devices()[0].device_kind}; use a smaller model or context, dtype bfloat16, or a larger device"
+            f"{jax.devices()[0].device_kind}; use a smaller model or context, dtype bfloat16, or "
+            f"a larger device"
         )
 
 

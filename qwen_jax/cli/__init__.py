@@ -1,7 +1,8 @@
 """The command line `qwen-jax`: one module a verb, imported when the verb is called.
 
-Text and JSON go to standard output, everything else to standard error. Exit code 0 is success, 1 failure, 2 wrong usage, 130 an
-interrupt. `measure` is what `bench` runs; it needs no terminal library and serves `benchmarks/` too.
+Text and JSON go to standard output, everything else to standard error. Exit code 0 is success, 1
+failure, 2 wrong usage, 130 an interrupt. `measure` is what `bench` runs; it needs no terminal
+library and serves `benchmarks/` too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from ..errors import CacheFullError, CheckpointError, ConfigError, MemoryLimitEr
 from .environment import prepare_environment
 
 SUCCESS, FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
-FAILURES = (CheckpointError, ConfigError, MemoryLimitError, CacheFullError, FloatingPointError, OSError)
+FAILURES = (
+    CheckpointError,
+    ConfigError,
+    MemoryLimitError,
+    CacheFullError,
+    FloatingPointError,
+    OSError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; `sys.argv[1:]` if None.
 
     Returns:
-        The exit code. Errors of users and of their files are one message on standard error; any other exception passes.
+        The exit code. Errors of users and of their files are one message on standard error; any
+        other exception passes.
     """
     prepare_environment()
     tokens = sys.argv[1:] if arguments is None else list(arguments)
@@ -33,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int | None]) -> int:
-    """The exit code of a command, with its errors and warnings told on standard error, one message each."""
+    """Run a command; returns its exit code, and tells errors and warnings in one message each."""
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
@@ -43,7 +52,7 @@ def guarded(command: Callable[[], int | None]) -> int:
         except RequestError as error:
             return _fail(error, USAGE)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            print("\ninterrupted", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
             _discard_output()
@@ -52,7 +61,9 @@ def guarded(command: Callable[[], int | None]) -> int:
             return _fail(error, FAILURE)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-                advice = "use a shorter context, a smaller batch or prefill chunk, or dtype bfloat16"
+                advice = (
+                    "use a shorter context, a smaller batch or prefill chunk, or dtype bfloat16"
+                )
                 return _fail(f"out of memory ({_first_line(error)}); {advice}", FAILURE)
             raise
 
@@ -65,8 +76,8 @@ def _run(tokens: list[str]) -> int | None:
     try:
         return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        verb = " ".join(error.command_chain or ())
-        raise RequestError(f"{error} See: {' '.join(filter(None, ('qwen-jax', verb, '--help')))}") from error
+        program = " ".join(("qwen-jax", *(error.command_chain or ()), "--help"))
+        raise RequestError(f"{str(error).rstrip('.')}; see {program}") from error
 
 
 def _fail(error: object, code: int) -> int:
@@ -83,7 +94,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _discard_output() -> None:
-    """Nobody reads standard output any more: keep the interpreter from trying again when it exits."""
+    """Nobody reads standard output any more: keep the interpreter from trying again at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -16,7 +16,7 @@ from .console import Notes, accept_any_text, dim, write_text
 from .generate import AnnouncedCompilation
 from .loading import ModelFolder
 from .options import DType, LimitFlags, SamplingFlags, TemplateFlags
-from .thinking import ThinkParser
+from .thinking import Part, ThinkParser
 
 if TYPE_CHECKING:
     from ..decode import SamplingOptions
@@ -38,10 +38,10 @@ def chat(
     dtype: DType | None = None,
     quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
 ) -> int:
-    """Talk with a model: each line of standard input is a turn, of which the model sees all earlier ones.
+    """Talk with a model: each line of standard input is a turn.
 
-    /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a reply. A reply has at most 1024 tokens by
-    default.
+    /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a reply. A reply has at
+    most 1024 tokens by default.
 
     Args:
         model: a model folder, or demo.
@@ -96,10 +96,12 @@ class Conversation:
         """The prompt for a user's next message.
 
         Raises:
-            RequestError: there is no tokenizer or chat template, or the template refuses the messages.
+            RequestError: no tokenizer or chat template, or the template refuses the messages.
         """
         if self.folder.tokenizer is None:
-            raise RequestError(f"{self.folder.path} has no tokenizer; chat needs one. Use generate --prompt-ids")
+            raise RequestError(
+                f"{self.folder.path} has no tokenizer; chat needs one. Use generate --prompt-ids"
+            )
         turns = [*self.messages, {"role": "user", "content": text}]
         return self.folder.tokenizer.apply_chat_template(turns, **self.template.variables())
 
@@ -108,9 +110,9 @@ class Conversation:
         from ..generate import stream_generate
         from ..model import CausalLM
 
-        prompt = self.prompt("Hello")
-        shapes = CausalLM(self.folder.config)
-        stream_generate(shapes, self.folder.tokenizer, prompt, **self._arguments(self.limits.max_tokens))
+        most = 1 if self.limits.max_tokens is None else min(self.limits.max_tokens, 1)
+        shapes, prompt = CausalLM(self.folder.config), self.prompt("Hello")
+        stream_generate(shapes, self.folder.tokenizer, prompt, **self._arguments(most))
 
     def _arguments(self, max_tokens: int | None) -> dict[str, Any]:
         return {"max_tokens": max_tokens, "sampling": self.sampling, **self.limits.arguments()}
@@ -119,7 +121,8 @@ class Conversation:
         """Answer a message and remember both; a message that cannot be answered is forgotten.
 
         Raises:
-            RequestError: the conversation does not fit in the context any more, or the template refuses the message.
+            RequestError: the conversation does not fit in the context any more, or the template
+                refuses the message.
             MemoryLimitError: the device has no room for the cache.
         """
         from ..generate import stream_generate
@@ -131,18 +134,24 @@ class Conversation:
         pieces = stream_generate(self.model, self.folder.tokenizer, ids, **arguments)
         parser = ThinkParser(prompt)
         last, stopped = self._show(self._announced(pieces), parser)
-        answer = {"role": "assistant", "content": parser.answer, "reasoning_content": parser.thought}
+        answer = {
+            "role": "assistant",
+            "content": parser.answer,
+            "reasoning_content": parser.thought,
+        }
         self.messages += [{"role": "user", "content": text}, answer]
         self._report(last, stopped)
 
     def _announced(self, pieces: Iterator[GenerationResult]) -> Iterator[GenerationResult]:
-        """The pieces; before the first turn's a word on compilation, of which later turns need little or none."""
+        """The pieces, with a word on compilation in the first turn; later ones need little."""
         if self._announce:
             self._announce = False
             return iter(AnnouncedCompilation(pieces, self.notes))
         return pieces
 
-    def _show(self, pieces: Iterator[GenerationResult], parser: ThinkParser) -> tuple[GenerationResult | None, bool]:
+    def _show(
+        self, pieces: Iterator[GenerationResult], parser: ThinkParser
+    ) -> tuple[GenerationResult | None, bool]:
         """Write the reply; returns its last piece, and whether the user stopped it."""
         last, stopped = None, False
         try:
@@ -163,8 +172,8 @@ class Conversation:
         context = config.max_position_embeddings if limit is None else limit
         if prompt_tokens >= context:
             raise RequestError(
-                f"the conversation has {prompt_tokens} tokens with this message, and the context holds {context}; "
-                "the message was dropped. Shorten it, or /reset"
+                f"the conversation has {prompt_tokens} tokens with this message, and the context "
+                f"holds {context}; the message was dropped. Shorten it, or /reset"
             )
         asked = DEFAULT_MAX_TOKENS if self.limits.max_tokens is None else self.limits.max_tokens
         most = min(asked, context - prompt_tokens)
@@ -175,9 +184,16 @@ class Conversation:
     def _report(self, last: GenerationResult | None, stopped: bool) -> None:
         if last is None:
             return
-        why = "stopped" if stopped else "cut at --max-tokens" if last.finish_reason == "length" else "done"
+        why = (
+            "stopped"
+            if stopped
+            else "cut at --max-tokens"
+            if last.finish_reason == "length"
+            else "done"
+        )
         self.notes(
-            f"[{why}: {last.prompt_tokens} + {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec]"
+            f"[{why}: {last.prompt_tokens} + {last.generation_tokens} tokens, "
+            f"{last.generation_tps:.1f} tokens-per-sec]"
         )
 
 
@@ -236,6 +252,6 @@ class Terminal:
                 print("\n/exit or Ctrl-D ends the chat", file=sys.stderr)
 
 
-def _write(parts: list[tuple[str, str]]) -> None:
+def _write(parts: list[Part]) -> None:
     for kind, text in parts:
         write_text(text if kind == "answer" else dim(text))

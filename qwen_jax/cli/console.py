@@ -18,6 +18,7 @@ class Notes:
         self._quiet = quiet
 
     def __call__(self, text: str) -> None:
+        """Print one remark."""
         if not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
@@ -28,9 +29,20 @@ class Notes:
             yield lambda advance: None
             return
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(title, total=total)
             yield lambda advance: bar.advance(task, advance)
@@ -57,14 +69,16 @@ def _finite(value: Any) -> Any:
 
 
 def accept_any_text() -> None:
-    """Let a standard output whose encoding lacks a character show a replacement instead of failing."""
+    """Let an output whose encoding lacks a character show a replacement instead of failing."""
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def dim(text: str) -> str:
     """Text in a faint style, on a terminal that has one."""
-    styled = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    styled = (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
     return f"\x1b[2m{text}\x1b[0m" if styled and text else text
 
 
@@ -77,13 +91,8 @@ def scaled(value: float, unit: str) -> str:
     """A number with a decimal prefix before its unit."""
     if value < 1000:
         return f"{value:,.0f} {unit}"
-    for prefix in "kMG":
-        value /= 1000
-        if value < 1000:
-            break
-    else:
-        value, prefix = value / 1000, "T"
-    return f"{value:,.1f} {prefix}{unit}"
+    power = min(int(math.log10(value) // 3), 4)
+    return f"{value / 1000**power:,.1f} {' kMGT'[power]}{unit}"
 
 
 def table(rows: dict[str, str]) -> str:

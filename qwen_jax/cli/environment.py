@@ -1,4 +1,4 @@
-"""What JAX and XLA read from the environment when they are imported. A user's own settings always win."""
+"""What JAX and XLA read from the environment on import. A user's own settings always win."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def prepare_environment() -> None:
-    """Set what makes a command start fast, quietly, and with the whole device. Call it before JAX is imported."""
+    """Let commands start fast, quietly, and with the whole device. Call before JAX is imported."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if not any(name in os.environ for name in _MEMORY_FRACTION):

@@ -47,7 +47,8 @@ def generate(
         limits: how long.
         sampling: how to choose tokens.
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
-        logprobs: report the log-probability of each new token (within --json, else on standard error).
+        logprobs: report the log-probability of each new token (within --json, else on standard
+            error).
         json: write one JSON object instead of the text.
         quiet: write nothing to standard error but errors and warnings.
     """
@@ -90,23 +91,28 @@ class _Request:
         model = self.folder.load(notes)
         pieces = stream_generate(model, self.folder.tokenizer, self.prompt, **self.arguments)
         announced = AnnouncedCompilation(pieces, notes)
-        received = []
+        received, text = [], ""
         for piece in announced:
             received.append(piece)
             if show:
+                text += self._shown(piece)
                 write_text(self._shown(piece))
-        if show and received and not self._shown(received[-1]).endswith("\n"):
+        if text and not text.endswith("\n"):
             write_text("\n")
         return joined(received), announced.seconds
 
     def _refuse_early(self) -> None:
-        """Raise what `stream_generate` would, on a model of shapes alone, and refuse what cannot fit."""
+        """Raise what `stream_generate` would, on shapes alone, and refuse what cannot fit."""
         from ..generate import DEFAULT_MAX_TOKENS, stream_generate
         from ..model import CausalLM
 
-        stream_generate(CausalLM(self.folder.config), self.folder.tokenizer, self.prompt, **self.arguments)
+        stream_generate(
+            CausalLM(self.folder.config), self.folder.tokenizer, self.prompt, **self.arguments
+        )
         new = self.arguments["max_tokens"]
-        self.folder.refuse_unless_fits(self._prompt_length() + (DEFAULT_MAX_TOKENS if new is None else max(new, 1)))
+        self.folder.refuse_unless_fits(
+            self._prompt_length() + (DEFAULT_MAX_TOKENS if new is None else max(new, 1))
+        )
 
     def _prompt_length(self) -> int:
         if isinstance(self.prompt, list) or self.folder.tokenizer is None:
@@ -120,10 +126,10 @@ class _Request:
 
 
 class AnnouncedCompilation:
-    """A stream of pieces whose compilation is announced, since a silent first step looks like a hang.
+    """A stream of pieces whose compilation is announced: a silent first step looks like a hang.
 
-    Pieces are held back until the second has come, for which the last program was compiled: so no remark gets between
-    pieces of text on a terminal.
+    Pieces are held back until the second has come, for which the last program was compiled: so no
+    remark gets between pieces of text on a terminal.
 
     Attributes:
         seconds: how long tracing and compiling took, once it is over.
@@ -158,7 +164,8 @@ def stats(result: GenerationResult) -> str:
         (
             "=" * 10,
             f"Prompt: {result.prompt_tokens} tokens, {result.prompt_tps:.3f} tokens-per-sec",
-            f"Generation: {result.generation_tokens} tokens, {result.generation_tps:.3f} tokens-per-sec",
+            f"Generation: {result.generation_tokens} tokens, "
+            f"{result.generation_tps:.3f} tokens-per-sec",
             f"Peak memory: {peak_memory() / 1e9:.3f} GB",
         )
     )
@@ -179,14 +186,21 @@ def _prompt(
 ) -> str | list[int]:
     """The prompt as `stream_generate` takes it."""
     if (text is None) == (ids is None):
-        raise RequestError("give the prompt once: --prompt TEXT, --prompt - for standard input, or --prompt-ids IDS")
+        raise RequestError(
+            "give the prompt once: --prompt TEXT, --prompt - for standard input, or "
+            "--prompt-ids IDS"
+        )
     if ids is not None:
         if template is not None:
-            raise RequestError("--prompt-ids are used as they are; leave out --chat, or give --prompt")
+            raise RequestError(
+                "--prompt-ids are used as they are; leave out --chat, or give --prompt"
+            )
         return _ids(ids)
     text = _standard_input() if text == "-" else str(text)
     if folder.tokenizer is None:
-        raise RequestError(f"{folder.path} has no tokenizer; give the prompt as token ids with --prompt-ids")
+        raise RequestError(
+            f"{folder.path} has no tokenizer; give the prompt as token ids with --prompt-ids"
+        )
     if template is None:
         return text
     messages = [*template.messages(), {"role": "user", "content": text}]
@@ -197,7 +211,9 @@ def _ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise RequestError(f"--prompt-ids is {text[:80]!r}; accepted are whole numbers, such as 5,17,3") from None
+        raise RequestError(
+            f"--prompt-ids is {text[:80]!r}; accepted are whole numbers, such as 5,17,3"
+        ) from None
 
 
 def _standard_input() -> str:
@@ -205,7 +221,8 @@ def _standard_input() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"standard input is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; give text in UTF-8"
+            f"standard input is not UTF-8: byte 0x{error.object[error.start]:02x} at "
+            f"{error.start}; give text in UTF-8"
         ) from None
 
 

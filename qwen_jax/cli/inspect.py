@@ -1,4 +1,4 @@
-"""`qwen-jax inspect`: what a model is and what it costs, from its configuration and the headers of its files."""
+"""`qwen-jax inspect`: what a model is and costs, from its configuration and file headers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def _fit(config: QwenConfig, memory: int, batch_size: int) -> dict[str, int]:
 def _holdings(folder: Path, config: QwenConfig) -> tuple[dict[str, Any], QwenConfig]:
     """What a folder holds, and the configuration as its weights want it.
 
-    Quantised weights, and a folder without weights, are named; damaged or unfit ones raise `CheckpointError`.
+    Quantised weights, and a folder without weights, are named; damaged or unfit ones raise
+    `CheckpointError`.
     """
     from ..checkpoint.formats import quantisation
     from ..checkpoint.plan import plan_load
@@ -101,7 +102,11 @@ def _holdings(folder: Path, config: QwenConfig) -> tuple[dict[str, Any], QwenCon
 
     quantised = quantisation(folder, ())
     if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
-        return {"path": str(folder), "weights": _why_unreadable(folder), "quantised": quantised}, config
+        return {
+            "path": str(folder),
+            "weights": _why_unreadable(folder),
+            "quantised": quantised,
+        }, config
     opened = open_folder(folder)
     held = {
         "path": str(folder),
@@ -149,14 +154,17 @@ def _cost_rows(cost: dict[str, Any]) -> dict[str, str]:
     rows = {
         "layers": ", ".join(f"{number} x {kind}" for kind, number in cost["layer_kinds"].items()),
         "parameters": f"{count['total']:,}",
-        "active a token": f"{count['active']:,} ({count['active_with_embedding']:,} with the whole embedding table)",
+        "active a token": f"{count['active']:,} "
+        f"({count['active_with_embedding']:,} with the whole embedding table)",
         "weights": f"{size(cost['weight_bytes'])} in {cost['dtype']}",
         "compute a token": f"{scaled(cost['flops_per_token'], 'FLOP')}, "
         f"and {scaled(cost['flops_per_token_of_context'], 'FLOP')} for each token before it",
-        "bytes a token": f"{size(cost['bytes_per_token'])} at batch 1 ({size(cost['weight_bytes_per_token'])} of weights), "
+        "bytes a token": f"{size(cost['bytes_per_token'])} at batch 1 "
+        f"({size(cost['weight_bytes_per_token'])} of weights), "
         f"and {size(cost['kv_bytes_per_token'])} for each token before it",
         "KV cache": f"{cost['kv_bytes_per_token']:,} B a token",
-        "recurrent state": f"{recurrent:,} B a sequence (delta {state['delta']:,}, convolution {state['conv']:,})",
+        "recurrent state": f"{recurrent:,} B a sequence "
+        f"(delta {state['delta']:,}, convolution {state['conv']:,})",
     }
     if not recurrent:
         del rows["recurrent state"]
@@ -167,9 +175,15 @@ def _fit_line(fit: dict[str, int], cost: dict[str, Any]) -> str:
     batch, context, made_for = fit["batch_size"], fit["context"], fit["max_position_embeddings"]
     memory = size(fit["memory_bytes"])
     if context == 0:
-        return f"{memory} do not hold the weights ({size(cost['weight_bytes'])}) and a cache of one block each"
-    fits = f"{context:,} tokens of context" if batch == 1 else f"{batch} sequences of {context:,} tokens each"
-    return f"{memory} hold the weights and {fits}; the model is made for {made_for:,} (working memory not counted)"
+        weights = size(cost["weight_bytes"])
+        return f"{memory} do not hold the weights ({weights}) and a cache of one block each"
+    fits = (
+        f"{context:,} tokens of context"
+        if batch == 1
+        else f"{batch} sequences of {context:,} tokens each"
+    )
+    made = f"the model is made for {made_for:,}"
+    return f"{memory} hold the weights and {fits}; {made} (working memory not counted)"
 
 
 def _folder_rows(held: dict[str, Any]) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""A model argument to a model, told on standard error; what can be refused is refused before the weights are read."""
+"""A model argument to a model; what can be refused is refused before the weights are read."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,9 @@ class ModelFolder:
         from ..text import Tokenizer
 
         if name.lower() in PRESET_NAMES and not Path(name).exists():
-            raise RequestError(f"{name} names a shape, which has no weights; give a model folder, or demo")
+            raise RequestError(
+                f"{name} names a shape, which has no weights; give a model folder, or demo"
+            )
         path = find_folder(name)
         config = QwenConfig.from_hf(path)
         config = dataclasses.replace(config, dtype=choose_dtype(config.dtype, dtype, notes))
@@ -71,16 +74,21 @@ class ModelFolder:
         options = flags.over(recommended)
         idle = flags.idle(options)
         if idle:
-            notes(f"note: temperature is 0 (greedy), so {', '.join(idle)} has no effect; set --temperature")
+            notes(
+                f"note: temperature is 0 (greedy), so {', '.join(idle)} has no effect; "
+                "set --temperature"
+            )
         return options
 
     def refuse_unless_fits(self, tokens: int) -> None:
-        """Raise `MemoryLimitError` where weights and a cache of `tokens` are more than the device has."""
+        """Raise `MemoryLimitError` where weights and a cache of `tokens` tokens cannot fit."""
         from ..accounting import cache_bytes, weight_bytes
         from ..memory import refuse_unless_fits
 
         needed = weight_bytes(self.config) + cache_bytes(self.config, 1, tokens)
-        refuse_unless_fits(needed, f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens")
+        refuse_unless_fits(
+            needed, f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens"
+        )
 
     def load(self, notes: Notes) -> CausalLM:
         """Read the weights."""
@@ -105,8 +113,8 @@ class ModelFolder:
         return model
 
 
-def choose_dtype(own: str, asked: str | None, notes: Notes) -> str:
-    """The dtype asked for, else the model's own; on a CPU float32, where bfloat16 is slower and less exact."""
+def choose_dtype(own: str, asked: str | None, notes: Callable[[str], None]) -> str:
+    """The dtype asked for, else the model's own; on a CPU float32: faster there, and more exact."""
     import jax
 
     if asked is not None:

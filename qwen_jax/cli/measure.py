@@ -1,4 +1,7 @@
-"""How fast a model runs: what `qwen-jax bench` and `benchmarks/bench.py` measure. Needs no terminal library."""
+"""How fast a model runs: the measurement of `qwen-jax bench` and `benchmarks/bench.py`.
+
+It needs none of the libraries that the command line brings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..accounting import cache_bytes, weight_bytes
+from ..accounting import cache_bytes, tensors, weight_bytes
 from ..cache import Cache, init_cache
 from ..compile_time import compile_seconds
 from ..config import QwenConfig
@@ -70,8 +73,8 @@ class BenchRequest:
                 raise RequestError(f"{name} is {value}; accepted is a whole number from {least} on")
         if self.length < self.prompt_tokens + self.generation_tokens:
             raise RequestError(
-                f"max_model_len is {self.max_model_len}, but {self.prompt_tokens} prompt tokens and "
-                f"{self.generation_tokens} new ones need {self.prompt_tokens + self.generation_tokens}"
+                f"max_model_len is {self.max_model_len}, but {self.prompt_tokens} prompt tokens "
+                f"and {self.generation_tokens} new ones need more; raise it, or leave it out"
             )
 
     @property
@@ -124,7 +127,10 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
     shape = find_shape(request.model)
     config = _configuration(shape, request, note)
     weights, cache = weight_bytes(config), cache_bytes(config, request.batch_size, request.length)
-    refuse_unless_fits(weights + cache, f"{request.model} in {config.dtype} with a cache of {cache / 1e9:.2f} GB")
+    needed = weights + max(cache, _working_bytes(config) if request.dummy else 0)
+    refuse_unless_fits(
+        needed, f"{request.model} in {config.dtype} with a cache of {cache / 1e9:.2f} GB"
+    )
     begin = time.perf_counter()
     model = _model(shape, config, request, note)
     made = time.perf_counter() - begin
@@ -140,7 +146,11 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
         bench.trial(samples)
         note(f"trial {number + 1} of {request.num_trials}: {samples.loop[-1] * 1e3:.3f} ms a token")
     return {
-        "model": {"name": request.model, "type": config.model_type, "num_layers": config.num_hidden_layers}
+        "model": {
+            "name": request.model,
+            "type": config.model_type,
+            "num_layers": config.num_hidden_layers,
+        }
         | {"dtype": config.dtype, "weights": "random" if request.dummy else "loaded"},
         **_figures(samples, request),
         "weight_bytes": weights,
@@ -153,7 +163,9 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
 
 def _configuration(shape: Shape, request: BenchRequest, note: Note) -> QwenConfig:
     if shape.folder is None and not request.dummy:
-        raise RequestError(f"{shape.name} names a shape, which has no weights; add --dummy for random ones")
+        raise RequestError(
+            f"{shape.name} names a shape, which has no weights; add --dummy for random ones"
+        )
     config = shape.config
     if request.num_layers is not None:
         if not request.dummy:
@@ -171,7 +183,9 @@ def first_layers(config: QwenConfig, count: int) -> QwenConfig:
     if count > config.num_hidden_layers:
         raise RequestError(f"num_layers is {count}; the model has {config.num_hidden_layers}")
     widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    listed = {name: getattr(config, name) for name in widths if isinstance(getattr(config, name), tuple)}
+    listed = {
+        name: getattr(config, name) for name in widths if isinstance(getattr(config, name), tuple)
+    }
     return dataclasses.replace(
         config,
         num_hidden_layers=count,
@@ -191,6 +205,16 @@ def _model(shape: Shape, config: QwenConfig, request: BenchRequest, note: Note) 
     return jax.block_until_ready(model)
 
 
+def _working_bytes(config: QwenConfig) -> int:
+    """Memory beside the model while random weights are made.
+
+    Counted on a host only, where running out of memory is no error but the end of the process.
+    """
+    if jax.default_backend() != "cpu":
+        return 0
+    return 3 * max(tensor.nbytes for tensor in tensors(config))
+
+
 class _Bench:
     """One model and the prompts to run through it."""
 
@@ -198,7 +222,9 @@ class _Bench:
         self._model = model
         self._request = request
         shape = (request.batch_size, request.prompt_tokens)
-        self._prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, shape).tolist()
+        self._prompts = (
+            np.random.default_rng(0).integers(0, model.config.vocab_size, shape).tolist()
+        )
 
     def trial(self, samples: Samples) -> None:
         """Generate twice from the prompts: in single steps, and in one call."""
@@ -219,7 +245,9 @@ class _Bench:
 
     def _begin(self, samples: Samples) -> tuple[DecodeState, Cache]:
         request = self._request
-        cache = jax.block_until_ready(init_cache(self._model.config, request.batch_size, request.length))
+        cache = jax.block_until_ready(
+            init_cache(self._model.config, request.batch_size, request.length)
+        )
         begin = time.perf_counter()
         logits, cache = prefill_prompts(
             self._model, cache, self._prompts, chunk_size=request.prefill_chunk_size
@@ -245,7 +273,9 @@ def _figures(samples: Samples, request: BenchRequest) -> dict[str, Any]:
     rows = request.batch_size
     return {
         "prefill_seconds": spread(samples.prefill),
-        "prefill_tokens_per_second": rows * request.prompt_tokens / float(np.median(samples.prefill)),
+        "prefill_tokens_per_second": rows
+        * request.prompt_tokens
+        / float(np.median(samples.prefill)),
         "first_token_seconds": spread(samples.first_token),
         "inter_token_seconds": spread(samples.step),
         "loop_seconds_per_token": spread(samples.loop),

@@ -37,7 +37,7 @@ _ONLY_DRAWN = ("top_k", "top_p", "min_p", "seed")
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """How to choose the next token; each flag replaces one value of the model's generation_config.json.
+    """How to choose tokens; each flag replaces one value of the model's generation_config.json.
 
     Attributes:
         temperature: 0 takes the most likely token.
@@ -84,7 +84,8 @@ class LimitFlags:
     Attributes:
         max_tokens: most new tokens.
         max_model_len: most tokens of prompt and output together; the model's own limit by default.
-        prefill_chunk_size: most prompt tokens in one forward pass (512 by default); memory grows with it.
+        prefill_chunk_size: most prompt tokens in one forward pass (512 by default); memory grows
+            with it.
         ignore_eos: go on through the model's end tokens.
         stop: end where this text would come; may be repeated.
     """
@@ -97,7 +98,11 @@ class LimitFlags:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of `stream_generate` but for `max_tokens`."""
-        values = {"ignore_eos": self.ignore_eos, "stop": self.stop, "max_model_len": self.max_model_len}
+        values = {
+            "ignore_eos": self.ignore_eos,
+            "stop": self.stop,
+            "max_model_len": self.max_model_len,
+        }
         if self.prefill_chunk_size is not None:
             values["prefill_chunk_size"] = self.prefill_chunk_size
         return values
@@ -110,7 +115,8 @@ class TemplateFlags:
 
     Attributes:
         system_prompt: the system message.
-        enable_thinking: whether the model thinks before it answers; the template decides by default.
+        enable_thinking: whether the model thinks before it answers; the template decides by
+            default.
         chat_template_kwargs: further variables of the template, as a JSON object.
     """
 
@@ -135,16 +141,19 @@ class TemplateFlags:
         taken = sorted(given.keys() & {"messages", "self", "add_generation_prompt", *mine})
         if taken:
             raise RequestError(
-                f"--chat-template-kwargs sets {', '.join(taken)}, which this command sets itself; leave it out"
+                f"--chat-template-kwargs sets {', '.join(taken)}, which this command sets itself; "
+                "leave it out"
             )
         return given | mine
 
     def refuse_without_chat(self) -> None:
-        """Raise `RequestError` if any of these flags is given: a plain prompt passes through no template."""
+        """Raise `RequestError` if any is given: a plain prompt passes through no template."""
         given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
         if given:
             names = ", ".join(flag(name) for name in given)
-            raise RequestError(f"{names}: only the chat template reads this; add --chat, or leave it out")
+            raise RequestError(
+                f"{names}: only the chat template reads this; add --chat, or leave it out"
+            )
 
 
 def flag(name: str) -> str:
@@ -159,6 +168,7 @@ def _json_object(text: str) -> dict[str, Any]:
         raise RequestError(f"--chat-template-kwargs is not JSON ({error}): {text[:80]!r}") from None
     if not isinstance(value, dict):
         raise RequestError(
-            f'--chat-template-kwargs is {text[:80]!r}; accepted is a JSON object such as {{"preserve_thinking": true}}'
+            f"--chat-template-kwargs is {text[:80]!r}; accepted is a JSON object such as "
+            '{"preserve_thinking": true}'
         )
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import platform
 import shlex
 import subprocess
@@ -42,7 +43,6 @@ def versions() -> dict[str, str]:
     """Versions of what a result depends on."""
     import flax
     import jax
-    import jaxlib
     import numpy
 
     from .. import __version__
@@ -51,15 +51,15 @@ def versions() -> dict[str, str]:
         "qwen_jax": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "flax": flax.__version__,
         "numpy": numpy.__version__,
     }
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, "-dirty" behind it where files differ; None without one."""
-    # An installed package may lie inside somebody else's repository: only one that tracks this file counts.
+    """The commit of the checkout that this package runs from, with "-dirty" where files differ."""
+    # An installed package may lie inside somebody else's repository.
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     head = _git("rev-parse", "HEAD")
@@ -69,7 +69,9 @@ def commit() -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(PACKAGE), *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "-C", str(PACKAGE), *arguments], capture_output=True, text=True
+        )
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

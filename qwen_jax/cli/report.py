@@ -33,11 +33,11 @@ def as_text(result: dict[str, Any]) -> str:
     figures, request, device = result["figures"], result["request"], result["device"]
     model = figures["model"]
     shape = f"{model['num_layers']} layers, {model['dtype']}, {model['weights']} weights"
-    work = f"{request['batch_size']} x ({request['prompt_tokens']} + {request['generation_tokens']}) tokens"
+    tokens = f"{request['prompt_tokens']} + {request['generation_tokens']}"
     rows = {
         "model": f"{model['name']} ({shape})",
         "device": f"{device['count']} x {device['kind']}",
-        "work": f"{work}, {request['num_trials']} trials",
+        "work": f"{request['batch_size']} x ({tokens}) tokens, {request['num_trials']} trials",
         "prefill": _times(figures["prefill_seconds"], figures["prefill_tokens_per_second"]),
         "first token": _times(figures["first_token_seconds"]),
         "inter-token": _times(figures["inter_token_seconds"]) + ", each step a call of its own",

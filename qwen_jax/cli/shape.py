@@ -44,8 +44,8 @@ def find_shape(name: str) -> Shape:
 
     if name != DEMO and not Path(name).exists() and os.sep not in name:
         raise RequestError(
-            f"there is no folder and no preset {name!r}; accepted are the path of a model folder, demo, and the presets "
-            + ", ".join(PRESET_NAMES)
+            f"there is no folder and no preset {name!r}; accepted are the path of a model folder, "
+            f"demo, and the presets {', '.join(PRESET_NAMES)}"
         )
     folder = find_folder(name)
     return Shape(name, QwenConfig.from_hf(folder), folder)
@@ -63,5 +63,8 @@ def parse_memory(text: str) -> int:
         number, prefix, binary = match.groups(default="")
         value = int(float(number) * (1024 if binary else 1000) ** _PREFIXES[prefix.lower()])
     if value < 1:
-        raise RequestError(f"--memory is {text!r}; accepted are amounts such as 24GB, 22.5GiB, 800MB, or a number of bytes")
+        raise RequestError(
+            f"--memory is {text!r}; accepted are amounts such as 24GB, 22.5GiB, 800MB, or a "
+            "number of bytes"
+        )
     return value

@@ -12,8 +12,8 @@ Part = tuple[Literal["thought", "tag", "answer"], str]
 class ThinkParser:
     """Splits a reply into thought and answer, whatever the borders of its pieces.
 
-    A reply has at most one think block, at its beginning. Some templates end the prompt inside it, so that the reply never
-    opens it.
+    A reply has at most one think block, at its beginning. Some templates end the prompt inside it,
+    so that the reply never opens it.
 
     Args:
         prompt: what the reply follows.

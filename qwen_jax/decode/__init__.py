@@ -1,4 +1,4 @@
-"""Prefill, decode step and decode loop: pure functions over a model and a cache, and the drivers on top of them."""
+"""Prefill, decode step and decode loop: pure functions over a model and a cache, and drivers."""
 
 from .loop import decode_loop, stream
 from .prompt import prefill_prompts

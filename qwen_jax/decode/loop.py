@@ -1,6 +1,8 @@
-"""Two drivers over one step: the whole loop inside jit, and a Python stream. They give the same tokens."""
+"""Two drivers over one step: the whole loop inside jit, and a Python stream.
 
-import functools
+They give the same tokens.
+"""
+
 from collections.abc import Iterator
 
 import jax
@@ -25,18 +27,21 @@ def decode_loop(
     sample: SampleRule = sample,
     max_steps: int | Int[Array, ""] | None = None,
 ) -> tuple[DecodeState, Cache]:
-    """Generate until every row has ended, in one `lax.while_loop`. Pure; call it under jit with cache and state donated.
+    """Generate until every row has ended, in one `lax.while_loop`.
+
+    Pure; call it under jit with cache and state donated.
 
     Args:
         model: the model.
         cache: holds each row's prompt, and its output but for `state.last`.
         state: from `init_state`.
         sample: the sampling rule (static under jit).
-        max_steps: stop after so many steps even if rows go on; may be traced. Calling again continues.
+        max_steps: stop after so many steps even if rows go on; may be traced. Calling again
+            continues.
 
     Returns:
-        State and cache. Look at `state.reason`: a row with CACHE_FULL ran out of blocks, one with NOT_FINITE met NaN or infinite
-        logits; neither took a token then.
+        State and cache. Look at `state.reason`: a row with CACHE_FULL ran out of blocks, one with
+        NOT_FINITE met NaN or infinite logits; neither took a token then.
     """
     limit = state.tokens.shape[1] if max_steps is None else max_steps
     limit = jnp.asarray(limit, jnp.int32)
@@ -54,24 +59,24 @@ def decode_loop(
     return state, cache
 
 
-run_steps = jax.jit(
-    decode_loop, static_argnames=("sample",), donate_argnames=("cache", "state")
-)
+run_steps = jax.jit(decode_loop, static_argnames=("sample",), donate_argnames=("cache", "state"))
 """`decode_loop` compiled, with cache and state donated."""
 
 
 def stream(
     model: CausalLM, cache: Cache, state: DecodeState, *, sample: SampleRule = sample
 ) -> Iterator[tuple[DecodeState, Cache]]:
-    """Yield the state as it grows: at once, then after 1, 2, 4, ... and every 16 steps, until all rows have ended.
+    """Yield the state as it grows: at once, after 1, 2, 4, ... steps, and then every 16.
 
-    Looking at tokens costs a trip to the device, so the looks get rarer; a program is compiled once for all of them.
-    Each yielded state and cache is donated by the next step: read what you need before going on.
+    Looking at tokens costs a trip to the device, so the looks get rarer; a program is compiled once
+    for all of them. Each yielded state and cache is donated by the next step: read what you need
+    before going on.
 
     Raises:
         CacheFullError: a row ran out of blocks.
         FloatingPointError: the model computed NaN or infinite logits.
     """
+    raise_on_failure(state, cache)
     yield state, cache
     steps = 1
     while bool(jnp.any(state.active)):
@@ -83,16 +88,21 @@ def stream(
 
 def raise_on_failure(state: DecodeState, cache: Cache) -> None:
     """Turn the flags of failed rows into an error that names them."""
-    reason = jax.device_get(state.reason)
-    full = [row for row, why in enumerate(reason) if why == FinishReason.CACHE_FULL]
+    reason, overflow = jax.device_get((state.reason, cache.overflow))
+    full = [
+        row for row, why in enumerate(reason) if why == FinishReason.CACHE_FULL or overflow[row]
+    ]
     if full:
         lengths = [int(n) for n in jax.device_get(cache.length)]
         raise CacheFullError(
-            f"cache: rows {full} found no free block; lengths are {lengths} with {cache.block_size} tokens a block and "
-            f"{cache.blocks.free.shape[0] - 1} blocks in the pool; use a larger max_length or num_blocks, or fewer rows"
+            f"cache: rows {full} found no free block; lengths are {lengths} with "
+            f"{cache.block_size} tokens a block and "
+            f"{cache.blocks.free.shape[0] - 1} blocks in the pool; use a larger max_length or "
+            f"num_blocks, or fewer rows"
         )
     broken = [row for row, why in enumerate(reason) if why == FinishReason.NOT_FINITE]
     if broken:
         raise FloatingPointError(
-            f"rows {broken}: the model gave NaN or infinite logits; check the weights, or use dtype float32"
+            f"rows {broken}: the model gave NaN or infinite logits; check the weights, or use "
+            f"dtype float32"
         )

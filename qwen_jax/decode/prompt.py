@@ -1,4 +1,4 @@
-"""Prompts into a cache: padded to a few lengths, cut in chunks, so that service never recompiles and memory stays bounded."""
+"""Prompts into a cache: padded to few lengths, so that nothing recompiles, and cut in chunks."""
 
 import functools
 from collections.abc import Sequence
@@ -41,8 +41,10 @@ def prefill_prompts(
         float32 logits [B, V], and the cache.
 
     Raises:
-        RequestError: an empty prompt, a wrong number of prompts, an id outside the vocabulary, or a chunk size below 1.
-        CacheFullError: a prompt longer than the cache has room for. Checked before anything is entered.
+        RequestError: an empty prompt, a wrong number of prompts, an id outside the vocabulary, or a
+            chunk size below 1.
+        CacheFullError: a prompt longer than its cache row has room for, more prompts than the pool
+            has blocks for, or a row whose overflow flag is set. Checked before anything is entered.
     """
     check_prompts(model, cache, prompts, chunk_size)
     longest = max(len(prompt) for prompt in prompts)
@@ -87,32 +89,56 @@ def check_prompts(
     model: CausalLM, cache: Cache, prompts: Sequence[Sequence[int]], chunk_size: int
 ) -> None:
     """Refuse prompts that the cache or the vocabulary cannot take."""
-    rows, width = cache.blocks.table.shape
+    rows = cache.blocks.table.shape[0]
     if chunk_size < 1:
-        raise RequestError(f"prefill_chunk_size is {chunk_size}; accepted is a whole number from 1 on")
+        raise RequestError(
+            f"prefill_chunk_size is {chunk_size}; accepted is a whole number from 1 on"
+        )
     if len(prompts) != rows:
         raise RequestError(f"{len(prompts)} prompts for a cache of {rows} rows; give one a row")
     for row, prompt in enumerate(prompts):
         check_ids(prompt, model.config.vocab_size, row)
-    before = np.asarray(cache.length)
-    for row, prompt in enumerate(prompts):
-        room = width * cache.block_size - int(before[row])
-        if len(prompt) > room:
-            raise CacheFullError(
-                f"prompt {row} has {len(prompt)} tokens, but its cache row has room for {room}; "
-                "make the cache with a larger max_length or shorten the prompt"
-            )
+    _check_room(cache, np.array([len(prompt) for prompt in prompts]))
+
+
+def _check_room(cache: Cache, new: np.ndarray) -> None:
+    """Refuse prompts of these lengths if the cache has not the room for all of them."""
+    blocks = jax.device_get(cache.blocks)
+    if blocks.overflow.any():
+        raise CacheFullError(
+            f"cache: rows {np.flatnonzero(blocks.overflow).tolist()} ran out of blocks before; "
+            "release them first"
+        )
+    room = blocks.table.shape[1] * cache.block_size - blocks.length
+    for row in np.flatnonzero(new > room)[:1]:
+        raise CacheFullError(
+            f"prompt {row} has {new[row]} tokens, but its cache row has room for {room[row]}; "
+            "make the cache with a larger max_length or shorten the prompt"
+        )
+    owned = np.count_nonzero(blocks.table, axis=1)
+    needed = int(np.maximum(-(-(blocks.length + new) // cache.block_size) - owned, 0).sum())
+    if needed > blocks.num_free:
+        raise CacheFullError(
+            f"the prompts need {needed} blocks of {cache.block_size} tokens, but the pool has "
+            f"{blocks.num_free} free; make the cache with a larger num_blocks or give fewer prompts"
+        )
 
 
 def check_ids(prompt: Sequence[int], vocab_size: int, row: int) -> None:
     """Refuse an empty prompt and ids outside the vocabulary."""
     if len(prompt) == 0:
         raise RequestError(f"prompt {row} is empty; give at least one token")
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:
+        raise RequestError(f"prompt {row} is nested; accepted is a list of token ids") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError(f"prompt {row} holds {ids.dtype} values; accepted is a list of token ids")
+        raise RequestError(
+            f"prompt {row} holds {ids.dtype} values; accepted is a list of token ids"
+        )
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise RequestError(
-            f"prompt {row}: id {int(wrong[0])} is outside the vocabulary; accepted are 0 to {vocab_size - 1}"
+            f"prompt {row}: id {int(wrong[0])} is outside the vocabulary; accepted are 0 to "
+            f"{vocab_size - 1}"
         )

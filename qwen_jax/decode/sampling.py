@@ -1,4 +1,4 @@
-"""Sampling: options for a caller, arrays for the device, and the rule that turns logits into a token."""
+"""Sampling: options for a caller, arrays for the device, and the rule from logits to a token."""
 
 import dataclasses
 import json
@@ -27,13 +27,15 @@ class SamplingOptions:
     Attributes:
         temperature: 0 takes the most likely token; above, logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all, so does a k beyond the vocabulary.
-        top_p: keep the most likely tokens until their mass reaches top_p, always at least one; 0 keeps exactly one.
+        top_p: keep the most likely tokens until their mass reaches top_p, always at least one; 0
+            keeps exactly one.
         min_p: keep tokens with at least min_p times the probability of the most likely one.
-        repetition_penalty: above 1, logits of tokens in prompt or output are divided (positive) or multiplied (negative) by
-            it, once a token.
+        repetition_penalty: above 1, logits of tokens in prompt or output are divided (positive) or
+            multiplied (negative) by it, once a token.
         presence_penalty: subtracted from the logits of tokens in the output, once a token.
         frequency_penalty: subtracted from the logits of tokens in the output, once an occurrence.
-        seed: 0 to 2^32 - 1; the row's tokens depend on nothing else of the batch. None draws a new one.
+        seed: 0 to 2^32 - 1; the row's tokens depend on nothing else of the batch. None draws a new
+            one.
 
     Raises:
         RequestError: a value outside its range.
@@ -59,22 +61,27 @@ class SamplingOptions:
             raise RequestError("repetition_penalty is 0; accepted is a number above 0; 1 is off")
         if not _is_int(self.top_k) or self.top_k < -1:
             raise RequestError(
-                f"top_k is {self.top_k!r}; accepted is a whole number from 1 on, or 0 or -1 for no limit"
+                f"top_k is {self.top_k!r}; accepted is a whole number from 1 on, or 0 or -1 for "
+                f"no limit"
             )
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed <= LARGEST_SEED):
             raise RequestError(
-                f"seed is {self.seed!r}; accepted is a whole number from 0 to {LARGEST_SEED}, or None"
+                f"seed is {self.seed!r}; accepted is a whole number from 0 to {LARGEST_SEED}, or "
+                f"None"
             )
 
     @classmethod
     def from_generation_config(cls, folder: str | Path) -> "SamplingOptions":
-        """What the model's authors recommend: `generation_config.json`, greedy where it says so or is absent."""
+        """The `generation_config.json` of a folder; greedy where it says so or is absent."""
         values = read_generation_config(folder)
         if not values.get("do_sample", False):
             return cls()
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: values[name] for name in names if values.get(name) is not None}
-        return cls(**{"temperature": 1.0, **given})
+        try:
+            return cls(**{"temperature": 1.0, **given})
+        except RequestError as error:
+            raise CheckpointError(f"{Path(folder) / 'generation_config.json'}: {error}") from error
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
@@ -85,7 +92,9 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error}); mend or remove the file") from error
+        raise CheckpointError(
+            f"{path}: not readable as JSON ({error}); mend or remove the file"
+        ) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}; accepted is a JSON object")
     return values
@@ -97,7 +106,8 @@ def _is_int(value: object) -> bool:
 
 def _check(options: SamplingOptions, name: str, low: float, high: float, accepted: str) -> None:
     value = getattr(options, name)
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    number = isinstance(value, int | float | np.integer | np.floating)
+    number &= not isinstance(value, bool)
     if not number or not math.isfinite(value) or not low <= value <= high:
         raise RequestError(f"{name} is {value!r}; accepted is {accepted}")
 
@@ -120,40 +130,54 @@ class SamplingParams:
     def stack(cls, options: Sequence[SamplingOptions]) -> "SamplingParams":
         """One row an option; rows without a seed get a fresh random one."""
         fresh = np.random.default_rng().integers(0, LARGEST_SEED, len(options), endpoint=True)
-        seeds = [o.seed if o.seed is not None else int(s) for o, s in zip(options, fresh, strict=True)]
+        seeds = [
+            o.seed if o.seed is not None else int(s) for o, s in zip(options, fresh, strict=True)
+        ]
         columns: dict[str, Array] = {"seed": jnp.asarray(np.array(seeds, np.uint32))}
         for field in dataclasses.fields(SamplingOptions):
             if field.name != "seed":
-                kind = np.int32 if field.name == "top_k" else np.float32
-                values = np.array([getattr(o, field.name) for o in options], kind)
-                columns[field.name] = jnp.asarray(values)
+                values = [getattr(o, field.name) for o in options]
+                columns[field.name] = _column(
+                    values, "int32" if field.name == "top_k" else "float32"
+                )
         return cls(**columns)
 
 
+def _column(values: Sequence[int | float | np.number], dtype: str) -> Array:
+    """The values in a type that is narrower than Python's; those beyond become the utmost.
+
+    Floats end at 1e30, whose reciprocal float32 still holds.
+    """
+    utmost = np.iinfo(dtype).max if dtype == "int32" else 1e30
+    clipped = [min(max(value, -utmost), utmost) for value in map(float, values)]
+    return jnp.asarray(np.array(clipped, dtype))
+
+
 def sample(logits: Float[Array, "B V"], state: "DecodeState") -> Int[Array, " B"]:
-    """The default rule: penalties, temperature, top-k, top-p, min-p in transformers' order, then a draw.
+    """Penalties, temperature, top-k, top-p and min-p in transformers' order, then a draw.
 
     Args:
         logits: float32; ids beyond the tokenizer are already at -inf.
         state: supplies options, history and the number of tokens drawn so far.
     """
+    logits = jax.lax.cond(_any_penalty(state.sampling), penalise, _unchanged, logits, state)
+    return jax.lax.cond(jnp.any(state.sampling.temperature > 0), _draw, _greedy, logits, state)
+
+
+def _greedy(logits: Float[Array, "B V"], _: "DecodeState") -> Int[Array, " B"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _draw(logits: Float[Array, "B V"], state: "DecodeState") -> Int[Array, " B"]:
+    """A draw for the rows with a temperature, the most likely token for the others."""
     params = state.sampling
-    logits = jax.lax.cond(_any_penalty(params), penalise, lambda logits, _: logits, logits, state)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    random = params.temperature > 0
-
-    def draw() -> Array:
-        filtered = keep_likely(logits, params)
-        noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(
-            params.seed, state.count, logits.shape[1]
-        )
-        return jnp.where(random, jnp.argmax(filtered + noise, axis=-1).astype(jnp.int32), greedy)
-
-    return jax.lax.cond(jnp.any(random), draw, lambda: greedy)
+    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(params.seed, state.count, logits.shape[1])
+    drawn = jnp.argmax(keep_likely(logits, params) + noise, axis=-1).astype(jnp.int32)
+    return jnp.where(params.temperature > 0, drawn, _greedy(logits, state))
 
 
 def _gumbel(seed: Array, count: Array, size: int) -> Array:
-    """Noise that depends on the row's seed and on how many tokens it has drawn, and on nothing else."""
+    """Noise that depends on the row's seed and its number of tokens, and on nothing else."""
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), (size,), jnp.float32)
 
 
@@ -165,8 +189,12 @@ def _any_penalty(params: SamplingParams) -> Bool[Array, ""]:
     )
 
 
+def _unchanged(logits: Float[Array, "B V"], _: "DecodeState") -> Float[Array, "B V"]:
+    return logits
+
+
 def penalise(logits: Float[Array, "B V"], state: "DecodeState") -> Float[Array, "B V"]:
-    """Repetition penalty over prompt and output; presence and frequency penalties over the output alone."""
+    """Repetition penalty over prompt and output; presence and frequency over the output alone."""
     params = state.sampling
     repeat = params.repetition_penalty[:, None]
     seen = state.in_prompt | (state.occurrences > 0)
@@ -180,11 +208,13 @@ def penalise(logits: Float[Array, "B V"], state: "DecodeState") -> Float[Array, 
 def keep_likely(logits: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:
     """Logits over the temperature, -inf where top-k, top-p or min-p drop a token.
 
-    Tokens are ranked once, by falling logit and rising id, so that exactly k survive top-k whatever ties there are.
+    Tokens are ranked once, by falling logit and rising id, so that exactly k survive top-k whatever
+    ties there are.
     """
     vocabulary = logits.shape[1]
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
-    scaled = logits / temperature[:, None]
+    # From the largest logit down, so that a tiny temperature overflows to -inf and never to +inf.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
     ranked, order = jax.lax.top_k(scaled, vocabulary)
     rank = jnp.arange(vocabulary, dtype=jnp.int32)[None, :]
     limit = jnp.where(params.top_k > 0, params.top_k, vocabulary)[:, None]

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..errors import RequestError
 from .sampling import SamplingOptions, SamplingParams, sample
 
 SampleRule = Callable[[Array, "DecodeState"], Array]
@@ -32,14 +33,15 @@ class DecodeState:
 
     Attributes:
         tokens: int32 [B, N], generated ids; column i holds the i-th new token, 0 beyond `count`.
-        logprobs: float32 [B, N], log-probability of each generated token under the model's own distribution (temperature 1, no
-            filter, no penalty).
+        logprobs: float32 [B, N], log-probability of each generated token under the model's own
+            distribution (temperature 1, no filter, no penalty).
         count: int32 [B], generated tokens. A stop token counts.
         last: int32 [B], newest token, not yet in the cache.
         reason: int32 [B], a `FinishReason`.
         max_tokens: int32 [B], at most N.
         stop_ids: int32 [n], ids that end a row.
-        vocab_size: int32 [], ids from here on are never sampled: the head may be wider than the tokenizer.
+        vocab_size: int32 [], ids from here on are never sampled: the head may be wider than the
+            tokenizer.
         sampling: options of each row.
         in_prompt: bool [B, V], tokens of the prompt, for the repetition penalty.
         occurrences: int32 [B, V], how often each token was generated.
@@ -66,31 +68,40 @@ class DecodeState:
 def init_state(
     logits: Float[Array, "B V"],
     *,
-    max_tokens: int | Int[Array, " B"],
+    max_tokens: int | Int[Array | np.ndarray, ""] | Int[Array | np.ndarray, " B"],
     capacity: int | None = None,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] | Int[Array | np.ndarray, " n"] = (),
     sampling: SamplingParams | SamplingOptions | None = None,
-    vocab_size: int | Int[Array, ""] | None = None,
-    prompt_tokens: Int[Array, "B V"] | Bool[Array, "B V"] | None = None,
+    vocab_size: int | Int[Array | np.ndarray, ""] | None = None,
+    prompt_tokens: Shaped[Array | np.ndarray, "B V"] | None = None,
     sample: SampleRule = sample,
 ) -> DecodeState:
     """Start generating from the logits after the prompt; the first token is drawn here.
 
     Args:
         logits: float32, from `prefill`.
-        max_tokens: most new tokens of each row, from 1 on. It must be concrete unless `capacity` is given.
-        capacity: columns of the output buffer; max_tokens if None.
+        max_tokens: most new tokens of each row, from 1 on. It must be concrete unless `capacity` is
+            given.
+        capacity: columns of the output buffer, the most that a row can take; max_tokens if None.
         stop_ids: ids that end a row, such as `config.eos_token_id`.
         sampling: options of each row, or one for all; greedy if None.
         vocab_size: number of ids that may be sampled; V if None.
-        prompt_tokens: [B, V], non-zero at the prompt's tokens; only the repetition penalty needs it.
+        prompt_tokens: [B, V], non-zero at the prompt's tokens; only the repetition penalty needs
+            it.
         sample: the sampling rule; give the same one to the loop.
+
+    Raises:
+        RequestError: max_tokens below 1 (where it is concrete), or, under jit, options that draw
+            without a seed.
     """
     batch, vocabulary = logits.shape
     if sampling is None or isinstance(sampling, SamplingOptions):
-        sampling = SamplingParams.stack([sampling or SamplingOptions()] * batch)
+        sampling = _same_for_all(sampling or SamplingOptions(), logits)
+    if not isinstance(max_tokens, jax.core.Tracer) and np.min(np.asarray(max_tokens)) < 1:
+        raise RequestError(f"max_tokens is {max_tokens}; accepted is a whole number from 1 on")
     if capacity is None:
         capacity = int(np.max(np.asarray(max_tokens)))
+    max_tokens = jnp.minimum(jnp.asarray(max_tokens, jnp.int32), capacity)
     in_prompt = jnp.zeros((batch, vocabulary), jnp.bool_)
     if prompt_tokens is not None:
         in_prompt = jnp.asarray(prompt_tokens, jnp.bool_)
@@ -101,7 +112,7 @@ def init_state(
         count=zeros,
         last=zeros,
         reason=zeros,
-        max_tokens=jnp.broadcast_to(jnp.asarray(max_tokens, jnp.int32), (batch,)),
+        max_tokens=jnp.broadcast_to(max_tokens, (batch,)),
         stop_ids=jnp.asarray(stop_ids, jnp.int32).reshape(-1),
         vocab_size=jnp.asarray(vocabulary if vocab_size is None else vocab_size, jnp.int32),
         sampling=sampling,
@@ -109,6 +120,16 @@ def init_state(
         occurrences=jnp.zeros((batch, vocabulary), jnp.int32),
     )
     return advance(state, logits, jnp.zeros((batch,), jnp.bool_), sample)
+
+
+def _same_for_all(options: SamplingOptions, logits: Array) -> SamplingParams:
+    """The options for each row of the logits. Under jit a seed drawn here would be drawn once."""
+    if isinstance(logits, jax.core.Tracer) and options.temperature > 0 and options.seed is None:
+        raise RequestError(
+            "init_state: options without a seed cannot be used under jit, where every call would "
+            "draw the same tokens; give a seed, or hand SamplingParams.stack(...) in as an argument"
+        )
+    return SamplingParams.stack([options] * logits.shape[0])
 
 
 def advance(
@@ -122,7 +143,8 @@ def advance(
     Args:
         state: before.
         logits: float32, after the newest token.
-        overflow: rows that could not enter their newest token into the cache; they end without a new one.
+        overflow: rows that could not enter their newest token into the cache; they end without a
+            new one.
         sample: the sampling rule.
     """
     batch, vocabulary = logits.shape

@@ -17,8 +17,8 @@ class StepOutput:
     """What a step computed.
 
     Attributes:
-        logits: float32 [B, V] after the last real token of each row ([B, T, V] with `all_logits`). A row without a real token in
-            this call has no meaningful logits.
+        logits: float32 [B, V] after the last real token of each row ([B, T, V] with `all_logits`).
+            A row without a real token in this call has no meaningful logits.
         routing: layer number -> Routing, for the MoE layers; empty with capture "none".
     """
 
@@ -50,7 +50,9 @@ def prefill(
         all_logits: logits of every position instead of the last one's (static).
 
     Returns:
-        The output and the new cache. A row that found no free block takes no token and has `cache.overflow` set.
+        The output and the new cache. A row that found no free block takes no token, has
+        `cache.overflow` set and NaN as logits, so that no driver takes a token from it. With left
+        padding the columns of the output are those of the tokens moved to the left.
     """
     if padding == "left":
         tokens = _to_the_left(tokens, lengths)
@@ -63,7 +65,10 @@ def prefill(
         hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     blocks = dataclasses.replace(blocks, length=blocks.length + lengths)
     cache = dataclasses.replace(cache, blocks=blocks, layers=output.caches)
-    return StepOutput(model.logits(hidden), output.captured(capture)), cache
+    logits = model.logits(hidden)
+    untaken = jnp.expand_dims(blocks.overflow, tuple(range(1, logits.ndim)))
+    logits = jnp.where(untaken, jnp.nan, logits)
+    return StepOutput(logits, output.captured(capture)), cache
 
 
 def decode_step(
@@ -74,7 +79,9 @@ def decode_step(
     active: Bool[Array, " B"] | None = None,
     capture: Capture = "none",
 ) -> tuple[StepOutput, Cache]:
-    """Append one token to each sequence and return the logits of the next. Pure; call it under jit with the cache donated.
+    """Append one token to each sequence and return the logits of the next.
+
+    Pure; call it under jit with the cache donated.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""Full (or sliding) attention with grouped queries, q/k norms and an output gate as the family has them."""
+"""Full or sliding attention with grouped queries; q/k norms and output gate as the family has."""
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
     def _queries(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T NH"] | None]:
-        """Queries, and the output gate where q_proj holds one: its rows are [query | gate] head by head."""
+        """Queries, and the output gate if q_proj holds one: [query | gate] rows, head by head."""
         batch, length, _ = x.shape
         projected = self.q_proj(x)
         if not self.gated:

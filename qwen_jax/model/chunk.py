@@ -18,7 +18,8 @@ class Chunk:
         lengths: int32 [B], how many of the T tokens are real; padding is on the right.
         positions: int32 [B, T], position in the sequence; -1 at padding.
         rotary: cosines and sines of the positions, shared by all layers.
-        block_table: int32 [B, W], blocks of the cache that hold each sequence; None without a cache.
+        block_table: int32 [B, W], blocks of the cache that hold each sequence; None without a
+            cache.
     """
 
     start: Array

@@ -22,10 +22,11 @@ from .routing import Capture, RouterContext, Routing
 
 
 class DecoderLayer(nnx.Module):
-    """Normalise, mix, add; normalise, feed, add. The configuration says which mixer and feed-forward.
+    """Normalise, mix, add; normalise, feed, add. The configuration says which mixer and feed.
 
-    The residual stream is float32 whatever the model's dtype: rounding it costs a bf16 model most of its accuracy, since
-    near-ties of the router then fall the other way, and keeping it costs next to nothing.
+    The residual stream is float32 whatever the model's dtype: rounding it costs a bf16 model most
+    of its accuracy, since near-ties of the router then fall the other way, and keeping it costs
+    next to nothing.
     """
 
     def __init__(self, config: QwenConfig, layer: int):
@@ -45,7 +46,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
-        """The layer's output, its cache with the new tokens in it, and its routing (None in a dense layer)."""
+        """The layer's output, its cache with the new tokens, its routing (None if dense)."""
         mixed, cache = self.mix(self.input_layernorm(x), cache, chunk)
         x = x + mixed.astype(x.dtype)
         fed, routing = self.feed(self.post_attention_layernorm(x), mixed, chunk)
@@ -71,8 +72,8 @@ class ModelOutput:
     Attributes:
         logits: float32 [B, T, V].
         routing: layer number -> Routing, for the MoE layers alone; empty with capture "none".
-        hidden_states: embedding, output of each layer but the last, and the final norm's output, each float32
-            [B, T, D] (transformers' order); None unless asked for.
+        hidden_states: embedding, output of each layer but the last, and the final norm's output,
+            each float32 [B, T, D] (transformers' order); None unless asked for.
     """
 
     logits: Array
@@ -83,8 +84,8 @@ class ModelOutput:
 class CausalLM(nnx.Module):
     """The text model: embedding, decoder layers, final norm, head.
 
-    A new instance holds shapes only; see `initialise` and `qwen_jax.load`. The tree is Hugging Face's without the leading
-    `model.`: `model.layers[3].self_attn.q_proj.weight`.
+    A new instance holds shapes only; see `initialise` and `qwen_jax.load`. The tree is Hugging
+    Face's without the leading `model.`: `model.layers[3].self_attn.q_proj.weight`.
     """
 
     def __init__(self, config: QwenConfig):
@@ -120,7 +121,9 @@ class CausalLM(nnx.Module):
         tokens = check_tokens(tokens, self.config.vocab_size)
         if lengths is None:
             lengths = np.full(tokens.shape[0], tokens.shape[1], np.int32)
-        return _forward(self, tokens, jnp.asarray(lengths, jnp.int32), capture, output_hidden_states)
+        return _forward(
+            self, tokens, jnp.asarray(lengths, jnp.int32), capture, output_hidden_states
+        )
 
     def forward(
         self,
@@ -176,7 +179,8 @@ def check_tokens(tokens: Array | np.ndarray, vocab_size: int) -> Array:
     array = np.asarray(tokens)
     if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
         raise RequestError(
-            f"tokens: got an array of shape {array.shape} and dtype {array.dtype}; accepted are integer ids [B, T] "
+            f"tokens: got an array of shape {array.shape} and dtype {array.dtype}; accepted are "
+            f"integer ids [B, T] "
             "with at least one token; wrap a single prompt in a list"
         )
     low, high = int(array.min()), int(array.max())

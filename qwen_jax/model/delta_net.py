@@ -13,7 +13,7 @@ from .layers import GatedRMSNorm, Linear, parameter
 
 
 class ShortConvolution(nnx.Module):
-    """The taps of the depthwise convolution, [channels, 1, taps] as in the checkpoints; the last meets the current token."""
+    """Taps of the depthwise convolution, [channels, 1, taps]; the last meets the current token."""
 
     def __init__(self, channels: int, taps: int, dtype: str):
         self.weight = parameter((channels, 1, taps), dtype)

@@ -14,10 +14,11 @@ from .decoder import CausalLM
 def initialise(config: QwenConfig, key: Array) -> CausalLM:
     """A model with random weights.
 
-    Matrices are normal with variance 1 / inputs, and routing is spread about evenly. As in a trained model, each layer
-    changes the residual stream a little: embeddings have variance 1 (unless they are the head too), and the projections
-    back into the stream are scaled by 1 / sqrt(2 * layers) (GPT-2's rule). Norms are neutral; decays reach from slow to fast.
-    Peak memory is the model and one tensor.
+    Matrices are normal with variance 1 / inputs, and routing is spread about evenly. As in a
+    trained model, each layer changes the residual stream a little: embeddings have variance 1
+    (unless they are the head too), and the projections back into the stream are scaled by 1 /
+    sqrt(2 * layers) (GPT-2's rule). Norms are neutral; decays reach from slow to fast. Peak memory
+    is the model and one tensor.
 
     Args:
         config: shape and dtype.
@@ -28,13 +29,15 @@ def initialise(config: QwenConfig, key: Array) -> CausalLM:
     for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
         name = ".".join(str(part) for part in path)
         kind, scale = _kind(name, leaf.shape, config)
-        leaf.set_value(_random(kind, leaf.shape, leaf.dtype, scale, jax.random.fold_in(key, number)))
+        leaf.set_value(
+            _random(kind, leaf.shape, leaf.dtype, scale, jax.random.fold_in(key, number))
+        )
     nnx.update(model, state)
     return model
 
 
 def _kind(name: str, shape: tuple[int, ...], config: QwenConfig) -> tuple[str, float]:
-    """How to fill a parameter, by its path: `one`, `zero`, `decay` or `normal`, and the deviation of the last."""
+    """How to fill a parameter: `one`, `zero`, `decay` or `normal`, and the latter's deviation."""
     if name.endswith("linear_attn.norm.weight"):
         return "one", 0.0
     if name.endswith("norm.weight"):
@@ -51,9 +54,7 @@ def _kind(name: str, shape: tuple[int, ...], config: QwenConfig) -> tuple[str, f
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "shape", "dtype", "scale"))
-def _random(
-    kind: str, shape: tuple[int, ...], dtype: jnp.dtype, scale: float, key: Array
-) -> Array:
+def _random(kind: str, shape: tuple[int, ...], dtype: jnp.dtype, scale: float, key: Array) -> Array:
     if kind == "one":
         return jnp.ones(shape, dtype)
     if kind == "zero":

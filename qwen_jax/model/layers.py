@@ -1,7 +1,7 @@
 """The small layers: linear, embedding, the three norms, and the dense gated MLP.
 
-A fresh module holds shapes only (`jax.ShapeDtypeStruct`), so a model of any size is built without memory. `initialise` fills it
-with random weights, `qwen_jax.load` with trained ones.
+A fresh module holds shapes only (`jax.ShapeDtypeStruct`), so a model of any size is built without
+memory. `initialise` fills it with random weights, `qwen_jax.load` with trained ones.
 """
 
 import jax
@@ -16,7 +16,7 @@ def parameter(shape: tuple[int, ...], dtype: str) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b in the weight's dtype, with the weight stored [out, in] as in the checkpoints."""
+    """y = x W^T + b in the weight's dtype; the weight is [out, in] as in the checkpoints."""
 
     def __init__(self, inputs: int, outputs: int, dtype: str, *, bias: bool = False):
         self.weight = parameter((outputs, inputs), dtype)
@@ -46,7 +46,7 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32 with one rounding to x's dtype at the end.
+    """Root-mean-square norm over the last axis, in float32, rounded once to x's dtype.
 
     Two kinds: zero-centred, times 1 + w (qwen3_next, qwen3_5*); and plain, times w (the others).
     """
@@ -63,20 +63,25 @@ class RMSNorm(nnx.Module):
 
 
 class GatedRMSNorm(nnx.Module):
-    """Norm, then weight, then SiLU of a gate: the norm after the delta rule. Its weight stays float32."""
+    """Norm, then weight, then SiLU of a gate: the norm after the delta rule.
+
+    Its weight stays float32.
+    """
 
     def __init__(self, width: int, *, eps: float):
         self.weight = parameter((width,), "float32")
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "... R"], gate: Float[Array, "... R"]) -> Float[Array, "... R"]:
+    def __call__(
+        self, x: Float[Array, "... R"], gate: Float[Array, "... R"]
+    ) -> Float[Array, "... R"]:
         normal = normalise(x, self.eps).astype(x.dtype).astype(jnp.float32)
         weighted = normal * jnp.broadcast_to(self.weight[...], x.shape)
         return (weighted * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 def normalise(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x^2) + eps) over the last axis, float32."""
+    """X / sqrt(mean(x^2) + eps) over the last axis, float32."""
     wide = x.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 

@@ -33,7 +33,10 @@ class Experts(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Route, run the chosen experts, add the shared expert under its own gate. Returns the routing beside the result."""
+    """Route, run the chosen experts, add the shared expert under its own gate.
+
+    Returns the routing beside the result.
+    """
 
     def __init__(self, config: QwenConfig, layer: int):
         width, dtype = config.hidden_size, config.dtype

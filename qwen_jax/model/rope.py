@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies with their scaling, tables for given positions, and the rotation.
+"""Rotary position embedding: frequencies with their scaling, tables, and the rotation.
 
-Su et al., "RoFormer" (arXiv 2104.09864); YaRN: Peng et al. (arXiv 2309.00071). Text has three equal position rows, so the
-multi-axis form of qwen3_5 (`mrope_section`) is the ordinary one here.
+Su et al., "RoFormer" (arXiv 2104.09864); YaRN: Peng et al. (arXiv 2309.00071). Text has three equal
+position rows, so the multi-axis form of qwen3_5 (`mrope_section`) is the ordinary one here.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..rope_parameters import RopeParameters
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of every new token, float32; R/2 columns, one a pair of rotated dimensions."""
+    """Cosines and sines of every new token, float32, one column a pair of rotated dimensions."""
 
     cos: Float[Array, "B T R2"]
     sin: Float[Array, "B T R2"]
@@ -58,7 +58,7 @@ def inverse_frequencies(rope: RopeParameters, width: int) -> tuple[np.ndarray, f
 
 
 def _yarn_ramp(rope: RopeParameters, width: int) -> np.ndarray:
-    """0 where a dimension turns often within the original context (kept), 1 where it hardly turns (interpolated)."""
+    """0 where a dimension turns often in the original context (kept), 1 where it hardly turns."""
     original = rope.original_max_position_embeddings
     if original is None:
         raise ValueError("yarn needs original_max_position_embeddings; QwenConfig.from_hf fills it")

@@ -1,4 +1,7 @@
-"""What a router is, what it sees and what it answers. Statistics and further routers live in `qwen_jax.research`."""
+"""What a router is, what it sees and what it answers.
+
+Statistics and further routers live in `qwen_jax.research`.
+"""
 
 import dataclasses
 from typing import Literal, Protocol
@@ -11,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .layers import parameter
 
 Capture = Literal["none", "ids", "full"]
-"""How much of the routing a forward pass returns: nothing, ids and weights, or those and the router's logits."""
+"""What a forward pass returns of the routing: nothing, ids and weights, or the logits too."""
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +23,9 @@ class Routing:
     """The choice of one MoE layer.
 
     Attributes:
-        ids: int32 [B, T, A], experts in order of falling weight. At padding, and in slots that a router leaves empty, the id
-            is E (one past the last expert), so that scatters with `mode="drop"` and one-hot codes skip it.
+        ids: int32 [B, T, A], experts in order of falling weight. At padding, and in slots that a
+            router leaves empty, the id is E (one past the last expert), so that scatters with
+            `mode="drop"` and one-hot codes skip it.
         weights: float32 [B, T, A], weight of each expert's output; 0 in empty slots.
         logits: float32 [B, T, E] before any softmax, or None where not captured.
     """
@@ -59,7 +63,7 @@ class Router(Protocol):
 
 
 class TopKRouter(nnx.Module):
-    """Softmax over all experts in float32, the k largest, renormalised if the configuration says so.
+    """Softmax over all experts in float32, the k largest, renormalised if the model does so.
 
     Equal scores go to the lower id.
     """

@@ -1,4 +1,4 @@
-"""A cache run in step with a naive model of it, and compared with that model after every operation."""
+"""A cache run in step with a naive model of it, and compared with it after every operation."""
 
 from __future__ import annotations
 

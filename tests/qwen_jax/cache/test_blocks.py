@@ -62,12 +62,13 @@ def test_row_gets_all_it_needs_or_nothing(pool_of):
 
 
 def test_row_at_the_end_of_its_table_overflows_while_blocks_are_free(checked):
-    cache = checked(4, 8, 4, 5)
-    cache.write(4, 0, 0, 0)
-    cache.write(4, 0, 0, 0)
-    assert cache.overflow[:4] == [False] * 4
-    cache.write(1, 1, 0, 0)
-    assert cache.overflow[:4] == [True, False, False, False]
+    cache = checked(4, 12, 4, 6)
+    cache.write(8)
+    cache.write(4)
+    assert cache.overflow == [False] * 4
+    cache.write(1, 1)
+    assert cache.overflow == [True, False, False, False]
+    assert cache.num_free == 2
 
 
 def test_fork_shares_full_blocks_and_copies_the_partial_one(pool_of):
@@ -133,11 +134,11 @@ def test_fork_without_a_free_block_leaves_the_row_empty_and_flagged(pool_of):
 
 
 def test_fork_of_a_flagged_row_is_flagged(checked):
-    cache = checked(4, 8, 4, 5)
-    cache.write(5, 0, 0, 0)
-    cache.write(5, 0, 0, 0)
-    cache.fork(0, 0, 2, 3)
-    assert cache.overflow[:4] == [True, True, False, False]
+    cache = checked(4, 12, 4, 6)
+    cache.write(5)
+    cache.write(8)
+    cache.fork(0, 0)
+    assert cache.overflow == [True, True, False, False]
 
 
 def test_fork_from_no_row_changes_nothing(pool_of):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_delta_rule
-from qwen_jax.cache import Cache, RecurrentState, empty_recurrent, fork, init_cache, release
+from qwen_jax.cache import Cache, RecurrentState, empty_recurrent, init_cache
 
 LONGEST = 6
 
@@ -40,12 +40,14 @@ def inputs(config):
     return rng.standard_normal((3, LONGEST, config.conv_dim)).astype(np.float32)
 
 
-def poisoned(state: RecurrentState, row: int) -> RecurrentState:
-    return RecurrentState(state.conv.at[row].set(jnp.nan), state.delta.at[row].set(jnp.nan))
+def poisoned(state: RecurrentState, *rows: int) -> RecurrentState:
+    conv, delta = np.array(state.conv), np.array(state.delta)
+    conv[list(rows)], delta[list(rows)] = np.nan, np.nan
+    return RecurrentState(jnp.asarray(conv), jnp.asarray(delta))
 
 
 def row_of(state: RecurrentState, row: int) -> list[np.ndarray]:
-    return [np.asarray(state.conv[row]), np.asarray(state.delta[row])]
+    return [np.asarray(state.conv)[row], np.asarray(state.delta)[row]]
 
 
 @pytest.mark.parametrize("length", range(1, LONGEST + 1))
@@ -68,7 +70,7 @@ def test_reused_row_needs_no_clearing(config, rule, inputs, length):
 
 def test_reused_row_fed_token_by_token_needs_no_clearing(config, rule, inputs):
     clean = empty_recurrent(config, 3)
-    dirty = poisoned(poisoned(clean, 0), 2)
+    dirty = poisoned(clean, 0, 2)
     for token in range(LONGEST):
         step = inputs[:, token : token + 1]
         expected, clean = rule(clean, step, [token] * 3, [1] * 3)
@@ -76,7 +78,7 @@ def test_reused_row_fed_token_by_token_needs_no_clearing(config, rule, inputs):
         np.testing.assert_array_equal(mixed, expected)
 
 
-def test_release_alone_makes_a_row_new(config, rule, inputs):
+def test_release_alone_makes_a_row_new(config, rule, inputs, operations):
     cache = init_cache(config, 3, 8)
     state = cache.layers[0]
     for _ in range(3):
@@ -87,7 +89,7 @@ def test_release_alone_makes_a_row_new(config, rule, inputs):
         (state, cache.layers[1]),
         cache.block_size,
     )
-    used = release(used, jnp.array([False, True, False]))
+    used = operations["release"](used, np.array([False, True, False]))
     start = np.asarray(used.length).tolist()
     assert start == [LONGEST, 0, LONGEST]
     mixed, _ = rule(used.layers[0], inputs, start, [1, LONGEST, 1])
@@ -105,11 +107,12 @@ def test_row_without_new_tokens_keeps_its_state_to_the_bit(config, rule, inputs)
                 np.testing.assert_array_equal(kept, before)
 
 
-def test_fork_copies_rows_of_state(config, rule, inputs):
+def test_fork_copies_rows_of_state(config, rule, inputs, operations):
     cache = init_cache(config, 3, 8)
     _, state = rule(cache.layers[0], inputs, [0, 0, 0], [LONGEST, 2, 3])
     cache = dataclasses.replace(cache, layers=(state, cache.layers[1]))
-    after = fork(cache, jnp.array([1, 0, 0], jnp.int32)).layers[0]
+    rows = [row_of(state, row) for row in range(3)]
+    after = operations["fork"](cache, np.array([1, 0, 0], np.int32)).layers[0]
     for row, source in enumerate([1, 0, 0]):
-        for copied, before in zip(row_of(after, row), row_of(state, source), strict=True):
+        for copied, before in zip(row_of(after, row), rows[source], strict=True):
             np.testing.assert_array_equal(copied, before)

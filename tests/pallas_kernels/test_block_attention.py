@@ -1,0 +1,180 @@
+"""`block_attention` against the formula, in a pool where all that is not a live token is NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import block_attention, flash_attention
+
+run = jax.jit(block_attention, static_argnames="window")
+run_flash = jax.jit(flash_attention, static_argnames="window")
+
+
+@dataclasses.dataclass
+class Blocks:
+    """Random sequences, plain and in blocks."""
+
+    key: np.ndarray
+    value: np.ndarray
+    key_blocks: np.ndarray
+    value_blocks: np.ndarray
+    table: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: list[int], block_size: int, *, spare: int = 2, heads: int = 2, width=8):
+        """Sequences of these lengths, in blocks that lie in random order in a pool of NaN."""
+        rng = np.random.default_rng(1)
+        longest, batch = max(lengths), len(lengths)
+        columns = -(-longest // block_size) + spare
+        table = np.zeros((batch, columns), np.int32)
+        unused = rng.permutation(np.arange(1, batch * columns + 1)).tolist()
+        plain = rng.standard_normal((2, batch, longest, heads, width)).astype(np.float32)
+        pools = np.full((2, batch * columns + 1, heads, block_size, width), np.nan, np.float32)
+        for row, length in enumerate(lengths):
+            for column in range(-(-length // block_size)):
+                table[row, column] = unused.pop()
+                tokens = slice(column * block_size, min((column + 1) * block_size, length))
+                block = plain[:, row, tokens].swapaxes(1, 2)
+                pools[:, table[row, column], :, : block.shape[2]] = block
+        return cls(*plain, *pools, table)
+
+    def attend(self, q, positions, window=None):
+        args = (q, self.key_blocks, self.value_blocks, self.table, positions)
+        return np.asarray(run(*args, window=window))
+
+    def oracle(self, q, positions, window=None):
+        """Softmax attention of one query after the other; zero at padding."""
+        result, group = np.zeros(q.shape), q.shape[2] // self.key.shape[2]
+        for b, t, n in np.ndindex(*q.shape[:3]):
+            last = positions[b, t]
+            if last < 0:
+                continue
+            first = 0 if window is None else max(0, last - window + 1)
+            seen = slice(first, last + 1)
+            keys = self.key[b, seen, n // group].astype(np.float64)
+            scores = keys @ q[b, t, n].astype(np.float64) / np.sqrt(q.shape[3])
+            weights = np.exp(scores - scores.max())
+            result[b, t, n] = weights @ self.value[b, seen, n // group] / weights.sum()
+        return result
+
+
+def ragged(lengths: list[int], new: list[int]) -> np.ndarray:
+    """Positions of the last `new` tokens of each sequence, padded on the right with -1."""
+    positions = np.full((len(lengths), max(new)), -1, np.int32)
+    for row, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        positions[row, :count] = np.arange(length - count, length)
+    return positions
+
+
+LENGTHS = [515, 1, 63, 200, 64, 65]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window"),
+    [(64, None), (64, 7), (64, 65), (1, None), (3, 64), (4, None), (16, 200), (600, None)],
+)
+def test_one_new_token_a_row(normal, block_size, window):
+    blocks = Blocks.of(LENGTHS, block_size)
+    q, positions = normal(6, 1, 4, 8), ragged(LENGTHS, [1] * 6)
+    mixed = blocks.attend(q, positions, window)
+    np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window), atol=2e-6)
+
+
+@pytest.mark.parametrize(("block_size", "window"), [(64, None), (64, 20), (16, None), (3, 1)])
+def test_chunk_of_queries_against_cached_tokens(normal, block_size, window):
+    blocks = Blocks.of(LENGTHS, block_size)
+    new = [65, 1, 63, 0, 7, 33]
+    q, positions = normal(6, 65, 4, 8), ragged(LENGTHS, new)
+    mixed = blocks.attend(q, positions, window)
+    np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window), atol=2e-6)
+    assert not mixed[positions < 0].any()
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_whole_sequences_over_three_tiles_of_keys(normal, window):
+    lengths = [1100, 515]
+    blocks = Blocks.of(lengths, 64, spare=0)
+    q, positions = normal(2, 1100, 4, 8), ragged(lengths, lengths)
+    mixed = blocks.attend(q, positions, window)
+    for row, length in enumerate(lengths):
+        plain = (x[row : row + 1, :length] for x in (q, blocks.key, blocks.value))
+        expected = run_flash(*plain, window=window)
+        np.testing.assert_allclose(mixed[row : row + 1, :length], expected, atol=5e-6)
+    few = [0, 511, 512, 1023, 1024, 1099]
+    expected = blocks.oracle(q[:, few], positions[:, few], window)
+    np.testing.assert_allclose(mixed[:, few], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 5, 30])
+def test_width_of_the_table_does_not_matter(normal, spare):
+    lengths = [150, 97]
+    blocks = Blocks.of(lengths, 32, spare=spare)  # 5 columns and more, where a tile has 16
+    q, positions = normal(2, 3, 4, 8), ragged(lengths, [3, 2])
+    np.testing.assert_allclose(blocks.attend(q, positions), blocks.oracle(q, positions), atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_borders_of_tiles(normal, length):
+    blocks = Blocks.of([length, 3], 64, spare=9)
+    q, positions = normal(2, 2, 4, 8), ragged([length, 3], [2, 1])
+    for window in (None, 1, 512):
+        mixed = blocks.attend(q, positions, window)
+        np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window), atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 2), (6, 2, 4), (6, 1, 3), (4, 4, 4)])
+def test_heads_read_their_own_key_head(normal, heads):
+    query_heads, kv_heads, width = heads
+    blocks = Blocks.of([4, 2], 4, heads=kv_heads, width=width)
+    q, positions = normal(2, 4, query_heads, width), ragged([4, 2], [4, 2])
+    np.testing.assert_allclose(blocks.attend(q, positions), blocks.oracle(q, positions), atol=2e-6)
+
+
+@pytest.mark.parametrize("spare", [2, 30])
+def test_batch_of_padding_alone_is_zero(normal, spare):
+    blocks = Blocks.of([40, 3], 32, spare=spare)
+    positions = np.array([[-1, -(2**31)], [-5, -1]], np.int32)
+    assert not blocks.attend(normal(2, 2, 4, 8), positions).any()
+
+
+def test_queries_of_padding_may_hold_anything(normal):
+    blocks = Blocks.of([40, 3], 16)
+    q, positions = normal(2, 3, 4, 8), ragged([40, 3], [3, 1])
+    expected = blocks.attend(q, positions)
+    q[positions < 0] = np.nan
+    np.testing.assert_array_equal(blocks.attend(q, positions), expected)
+
+
+def test_position_behind_the_table_sees_each_token_once(normal):
+    # It cannot come from a cache, which takes no token that its table has no room for.
+    blocks = Blocks.of([1024], 64, spare=0)
+    q = normal(1, 1, 4, 8)
+    mixed = blocks.attend(q, np.array([[5000]], np.int32))
+    np.testing.assert_allclose(mixed, blocks.oracle(q, np.array([[1023]])), atol=2e-6)
+
+
+def test_large_scores_stay_finite(normal):
+    blocks = Blocks.of([1100], 64)
+    blocks.key_blocks *= 1e3
+    q = 1e3 * normal(1, 1, 4, 8)
+    mixed = blocks.attend(q, ragged([1100], [1]))
+    best = np.einsum("nh,snh->ns", q[0, 0], blocks.key[0].repeat(2, 1)).argmax(axis=1)
+    expected = blocks.value[0].repeat(2, 1)[best, np.arange(4)]
+    np.testing.assert_allclose(mixed[0, 0], expected, atol=1e-3)
+
+
+def test_bfloat16_is_summed_in_float32(normal):
+    blocks = Blocks.of([600, 65], 64)
+    for name in ("key", "value", "key_blocks", "value_blocks"):
+        setattr(blocks, name, jnp.asarray(getattr(blocks, name), jnp.bfloat16))
+    q, positions = jnp.asarray(normal(2, 3, 4, 8), jnp.bfloat16), ragged([600, 65], [3, 2])
+    mixed = blocks.attend(q, positions)
+    assert mixed.dtype == jnp.bfloat16
+    blocks.key, blocks.value = (np.asarray(x, np.float32) for x in (blocks.key, blocks.value))
+    expected = blocks.oracle(np.asarray(q, np.float32), positions)
+    np.testing.assert_allclose(mixed.astype(np.float32), expected, atol=4e-3)

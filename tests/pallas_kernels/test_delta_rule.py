@@ -1,0 +1,226 @@
+"""`gated_delta_rule` against the formulas, token by token in float64, in any ragged chunking."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_delta_rule
+
+run = jax.jit(gated_delta_rule)
+
+
+@dataclasses.dataclass
+class Layer:
+    """Sizes of a layer, its small weights, and the formulas."""
+
+    key_heads: int = 2
+    heads: int = 4
+    key_width: int = 8
+    value_width: int = 6
+    taps: int = 4
+
+    def __post_init__(self):
+        rng = np.random.default_rng(2)
+        self.key_dim = self.key_heads * self.key_width
+        self.channels = 2 * self.key_dim + self.heads * self.value_width
+        self.conv_weight = rng.standard_normal((self.channels, self.taps)).astype(np.float32)
+        self.a_log = rng.uniform(0, 2.7, self.heads).astype(np.float32)
+        self.dt_bias = rng.standard_normal(self.heads).astype(np.float32)
+
+    @property
+    def weights(self):
+        return self.conv_weight, self.a_log, self.dt_bias
+
+    def inputs(self, batch: int, length: int):
+        """Random qkv, b and a."""
+        rng = np.random.default_rng(3)
+        widths = (self.channels, self.heads, self.heads)
+        return [rng.standard_normal((batch, length, n)).astype(np.float32) for n in widths]
+
+    def states(self, batch: int, fill: float, dtype=jnp.float32):
+        conv = jnp.full((batch, self.channels, self.taps), fill, dtype)
+        shape = (batch, self.heads, self.key_width, self.value_width)
+        return conv, jnp.full(shape, fill, jnp.float32)
+
+    def oracle(self, qkv, b, a, conv_weight, a_log, dt_bias, state=None, history=None):
+        """Read-outs and state after the tokens of one sequence; `history` is the inputs before."""
+        if state is None:
+            state = np.zeros((self.heads, self.key_width, self.value_width))
+        if history is None:
+            history = np.zeros((self.taps - 1, self.channels))
+        state, known = np.array(state, np.float64), np.concatenate([history, qkv])
+        read = np.zeros((len(qkv), self.heads, self.value_width))
+        for t in range(len(qkv)):
+            c = sum(conv_weight[:, j] * known[t + j] for j in range(self.taps))
+            c = c / (1 + np.exp(-c))
+            q = unit(c[: self.key_dim].reshape(self.key_heads, -1)) / np.sqrt(self.key_width)
+            k = unit(c[self.key_dim : 2 * self.key_dim].reshape(self.key_heads, -1))
+            v = c[2 * self.key_dim :].reshape(self.heads, -1)
+            beta = 1 / (1 + np.exp(-b[t]))
+            g = -np.exp(a_log) * np.logaddexp(0, a[t] + dt_bias)
+            for h in range(self.heads):
+                of = h // (self.heads // self.key_heads)
+                s = np.exp(g[h]) * state[h]
+                s = s + np.outer(k[of], beta[h] * (v[h] - s.T @ k[of]))
+                state[h], read[t, h] = s, s.T @ q[of]
+        return read, state
+
+    def expected(self, qkv, b, a, **before):
+        wide = (np.asarray(x, np.float64) for x in (qkv, b, a, *self.weights))
+        return self.oracle(*wide, **before)
+
+
+def unit(x):
+    return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def call(layer: Layer, inputs, states, start, lengths):
+    qkv, b, a = inputs
+    counts = np.array(start, np.int32), np.array(lengths, np.int32)
+    return run(qkv, b, a, *layer.weights, *states, *counts)
+
+
+def assert_close(actual, wanted, tolerance=1e-5):
+    actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
+    assert np.abs(actual - wanted).max() < tolerance * max(1e-3, wanted.std())
+
+
+def assert_ring(conv_state, qkv):
+    """Column p % taps holds the input at position p, for the newest positions."""
+    conv_state, taps = np.asarray(conv_state), conv_state.shape[-1]
+    for position in range(max(0, len(qkv) - taps), len(qkv)):
+        np.testing.assert_array_equal(conv_state[:, position % taps], qkv[position])
+
+
+LENGTHS = [515, 1, 63, 200, 64, 65]
+
+
+def test_ragged_batch_matches_the_formulas():
+    layer = Layer()
+    inputs = layer.inputs(6, 515)
+    for row, length in enumerate(LENGTHS):
+        for x in inputs:
+            x[row, length:] = np.nan
+    mixed, conv_state, delta_state = call(layer, inputs, layer.states(6, np.nan), [0] * 6, LENGTHS)
+    assert delta_state.dtype == jnp.float32
+    for row, length in enumerate(LENGTHS):
+        real = [x[row, :length] for x in inputs]
+        read, state = layer.expected(*real)
+        assert_close(mixed[row, :length], read)
+        assert_close(delta_state[row], state)
+        assert_ring(conv_state[row], real[0])
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128])
+def test_lengths_around_a_chunk(length):
+    layer = Layer()
+    inputs = layer.inputs(1, length)
+    mixed, conv_state, delta_state = call(layer, inputs, layer.states(1, np.nan), [0], [length])
+    read, state = layer.expected(*(x[0] for x in inputs))
+    assert_close(mixed[0], read)
+    assert_close(delta_state[0], state)
+    assert_ring(conv_state[0], inputs[0][0])
+
+
+@pytest.mark.parametrize(("seed", "garbage"), [(0, np.nan), (1, np.inf), (2, 7.0)])
+def test_any_ragged_chunking_gives_the_same(seed, garbage):
+    layer, rng, totals = Layer(), np.random.default_rng(seed), np.array([515, 130, 65])
+    inputs = layer.inputs(3, 515)
+    states, done, reads = layer.states(3, np.nan), np.zeros(3, np.int32), [[], [], []]
+    while (done < totals).any():
+        width = int(rng.choice([1, 7, 64, 130]))
+        lengths = np.minimum(rng.integers(0, width, 3, endpoint=True), totals - done)
+        lengths[rng.integers(3)] *= rng.integers(2)
+        piece = [np.full((3, width, x.shape[2]), garbage, np.float32) for x in inputs]
+        for row, (at, count) in enumerate(zip(done, lengths, strict=True)):
+            for x, whole in zip(piece, inputs, strict=True):
+                x[row, :count] = whole[row, at : at + count]
+        mixed, *states = call(layer, piece, states, done, lengths)
+        for row, count in enumerate(lengths):
+            reads[row].append(np.asarray(mixed)[row, :count])
+        done += lengths.astype(np.int32)
+        for row, at in enumerate(done):
+            assert_ring(states[0][row], inputs[0][row, :at])
+    for row, total in enumerate(totals):
+        read, state = layer.expected(*(x[row, :total] for x in inputs))
+        assert_close(np.concatenate(reads[row]), read)
+        assert_close(states[1][row], state)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(key_heads=1, heads=3, key_width=4, value_width=4, taps=2),
+        Layer(key_heads=4, heads=4, key_width=4, value_width=4),
+        Layer(key_heads=2, heads=4, key_width=3, value_width=8, taps=1),
+    ],
+    ids=lambda layer: f"{layer.key_heads} to {layer.heads} heads, {layer.taps} taps",
+)
+@pytest.mark.parametrize("length", [1, 70])
+def test_other_sizes(layer, length):
+    inputs, before = layer.inputs(1, 2 * length), layer.states(1, np.nan)
+    first, second = ([x[:, part] for x in inputs] for part in (slice(length), slice(length, None)))
+    early, *states = call(layer, first, before, [0], [length])
+    late, conv_state, delta_state = call(layer, second, states, [length], [length])
+    read, state = layer.expected(*(x[0] for x in inputs))
+    assert_close(np.concatenate([early[0], late[0]]), read)
+    assert_close(delta_state[0], state)
+    assert_ring(conv_state[0], inputs[0][0])
+
+
+def test_bfloat16_keeps_the_state_in_float32():
+    layer = Layer()
+    inputs = [jnp.asarray(x, jnp.bfloat16) for x in layer.inputs(1, 130)]
+    layer.conv_weight = jnp.asarray(layer.conv_weight, jnp.bfloat16)
+    mixed, *states = call(layer, inputs, layer.states(1, np.nan, jnp.bfloat16), [0], [130])
+    assert [x.dtype for x in (mixed, *states)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    read, state = layer.expected(*(np.asarray(x[0], np.float32) for x in inputs))
+    assert_close(mixed[0], read, 0.05)
+    assert_close(states[1][0], state, 0.05)
+    assert_ring(states[0][0], np.asarray(inputs[0][0]))
+
+    one_by_one = layer.states(1, np.nan, jnp.bfloat16)
+    for t in range(130):
+        _, *one_by_one = call(layer, [x[:, t : t + 1] for x in inputs], one_by_one, [t], [1])
+    assert_close(states[1], one_by_one[1])
+
+
+def test_gradient(check_gradient, normal):
+    layer = Layer(key_heads=1, heads=2, key_width=3, value_width=4)
+    inputs = [x[0] for x in layer.inputs(1, 70)]
+    history, state = normal(layer.taps, layer.channels), normal(2, 3, 4)
+
+    def function(qkv, b, a, conv_weight, a_log, dt_bias, state):
+        ring = jnp.asarray(history.T)  # it starts at a multiple of the taps, hence in order
+        rows = (x[None] for x in (qkv, b, a))
+        before = (ring[None], state[None], jnp.array([8], jnp.int32), jnp.array([70], jnp.int32))
+        return gated_delta_rule(*rows, conv_weight, a_log, dt_bias, *before).mixed[0]
+
+    def oracle(qkv, b, a, conv_weight, a_log, dt_bias, state):
+        return layer.oracle(qkv, b, a, conv_weight, a_log, dt_bias, state, history[1:])[0]
+
+    check_gradient(function, oracle, *inputs, *layer.weights, state)
+
+
+def test_gradient_is_finite_at_zero_inputs_and_extreme_decays():
+    layer = Layer()
+    qkv, b, a = layer.inputs(2, 70)
+    qkv[0, :40], qkv[1] = 0, 0
+    a[:, 10:20], a[:, 20:30], b[:, 30:40] = 1e4, -1e4, 1e4
+    counts = jnp.array([0, 0], jnp.int32), jnp.array([60, 70], jnp.int32)
+
+    @jax.jit
+    def gradients(qkv, b, a, conv_weight, a_log, dt_bias):
+        def scalar(*arguments):
+            out = gated_delta_rule(*arguments, *layer.states(2, 0.0), *counts)
+            return jnp.sum(out.mixed[:, :60] ** 2) + jnp.sum(out.delta_state)
+
+        return jax.value_and_grad(scalar, argnums=range(6))(qkv, b, a, conv_weight, a_log, dt_bias)
+
+    for leaf in jax.tree.leaves(gradients(qkv, b, a, *layer.weights)):
+        assert np.isfinite(leaf).all()

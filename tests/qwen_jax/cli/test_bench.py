@@ -1,0 +1,132 @@
+"""`qwen-jax bench`: what it measures and refuses; not how fast this machine is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qwen_jax.cli.measure import BenchRequest, first_layers, spread
+from qwen_jax.config import QwenConfig
+from qwen_jax.errors import RequestError
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    "--prompt-tokens", "20", "--generation-tokens", "5", "--batch-size", "2", "--num-trials", "2",
+    "--prefill-chunk-size", "16",
+)  # fmt: skip
+
+
+def test_result_is_fit_to_be_kept(run, tiny):
+    outcome = run("bench", tiny, *SMALL, "--json")
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out)
+    figures = result["figures"]
+    assert shlex.split(result["command"]) == ["qwen-jax", "bench", tiny, *SMALL]
+    assert {"platform", "kind", "count"} <= result["device"].keys()
+    assert {"jax", "jaxlib", "python", "qwen_jax"} <= result["versions"].keys()
+    assert result["request"]["batch_size"] == 2
+    assert {name: value["count"] for name, value in figures.items() if "count" in str(value)} == {
+        "prefill_seconds": 4,
+        "first_token_seconds": 4,
+        "inter_token_seconds": 8,
+        "loop_seconds_per_token": 2,
+    }
+    assert 0 < figures["prefill_seconds"]["median"] < figures["first_token_seconds"]["median"]
+    assert figures["decode_tokens_per_second"] == pytest.approx(
+        2 / figures["loop_seconds_per_token"]["median"]
+    )
+    assert figures["prefill_tokens_per_second"] == pytest.approx(
+        40 / figures["prefill_seconds"]["median"]
+    )
+    assert figures["weight_bytes"] == 4 * (
+        4096 * 32 + 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 32 + 128
+    )
+    assert figures["peak_memory_bytes"] > 0
+    assert figures["model"]["weights"] == "loaded"
+    assert "compiled in" in outcome.err and "trial 2 of 2" in outcome.err
+
+
+def test_table(run, tiny):
+    outcome = run("bench", tiny, "--dummy", *SMALL, "--num-layers", "1", "-q")
+    assert (outcome.code, outcome.err) == (0, "")
+    for row in ("prefill", "first token", "inter-token", "loop", "peak memory", "compilation"):
+        assert f"\n{row} " in outcome.out
+    assert "1 layers, float32, random weights" in outcome.out
+
+
+def test_too_large_a_model_is_refused_with_both_numbers(run):
+    outcome = run("bench", "qwen3.5-397b-a17b", "--dummy", "--dtype", "bfloat16")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "GB are available on" in outcome.err and "needs 8" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("qwen3.6-35b-a3b",), "add --dummy"),
+        (("demo", "--num-layers", "2"), "add --dummy"),
+        (("demo", "--dummy", "--num-layers", "5"), "the model has 4"),
+        (("demo", "--num-trials", "0"), "num_trials is 0"),
+        (("demo", "--generation-tokens", "1"), "generation_tokens is 1"),
+        (("demo", "--prompt-tokens", "0"), "prompt_tokens is 0"),
+        (("demo", "--batch-size", "0"), "batch_size is 0"),
+        (("demo", "--max-model-len", "100"), "max_model_len is 100"),
+    ],
+)
+def test_bad_request_is_refused(run, arguments, words):
+    outcome = run("bench", *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert words in outcome.err
+
+
+def test_first_layers_keep_their_kinds_and_widths():
+    config = QwenConfig.preset("qwen3.6-35b-a3b")
+    cut = first_layers(config, 5)
+    assert cut.num_hidden_layers == 5
+    assert cut.layer_types == config.layer_types[:5]
+    fields = {"mlp_only_layers": [0, 30], "moe_intermediate_size": [512] * 48}
+    named = QwenConfig.preset("qwen3-30b-a3b").to_hf() | fields
+    cut = first_layers(QwenConfig.from_hf(named), 2)
+    assert cut.mlp_only_layers == (0,)
+    assert cut.moe_intermediate_size == (512, 512)
+    with pytest.raises(RequestError, match="the model has 40"):
+        first_layers(config, 41)
+
+
+def test_arguments_repeat_the_request():
+    assert BenchRequest(model="demo").arguments() == ["demo"]
+    request = BenchRequest(model="m", dummy=True, dtype="float32", num_layers=2)
+    assert request.arguments() == ["m", "--dummy", "--num-layers", "2", "--dtype", "float32"]
+
+
+def test_spread():
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "p99": pytest.approx(2.98), "count": 3}
+
+
+def test_script_needs_no_command_line_library(tiny, tmp_path):
+    output = tmp_path / "results" / "bench.json"
+    program = (
+        "import runpy, sys\n"
+        "sys.modules.update(cyclopts=None)\n"
+        "sys.argv = ['benchmarks/bench.py', *sys.argv[1:]]\n"
+        "runpy.run_path('benchmarks/bench.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, tiny, *SMALL, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "inter-token" in done.stdout
+    result = json.loads(output.read_text())
+    assert result["command"].startswith("python benchmarks/bench.py ")
+    assert result["figures"]["model"]["num_layers"] == 1
+
+
+def test_script_refuses_as_the_command_does():
+    command = [sys.executable, "benchmarks/bench.py", "demo", "--num-trials", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: num_trials is 0; accepted is a whole number from 1 on\n"

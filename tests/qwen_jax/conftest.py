@@ -1,0 +1,79 @@
+"""Models that several test files share: loaded, run and compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+import qwen_jax
+from benchmarks.parity import Expected, read_expected, run_prompts
+from qwen_jax import CausalLM, QwenConfig
+from qwen_jax.model import ModelOutput
+from qwen_jax.text import Tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+# One layer of each kind, experts in both, and sizes that are no multiples of each other.
+TINY = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="session")
+def demo(demo_path: Path) -> tuple[CausalLM, Tokenizer]:
+    """The bundled model in float32, and its tokenizer."""
+    model, tokenizer = qwen_jax.load(demo_path, dtype="float32")
+    assert tokenizer is not None
+    return model, tokenizer
+
+
+@pytest.fixture(scope="session")
+def demo_expected() -> Expected:
+    """What transformers computed with the demo model."""
+    return read_expected(GOLDEN / "demo.expected")
+
+
+@pytest.fixture(scope="session")
+def demo_output(demo: tuple[CausalLM, Tokenizer], demo_expected: Expected) -> ModelOutput:
+    """The demo model over the prompts of `demo_expected` as one ragged batch, without a cache."""
+    return run_prompts(demo[0], list(demo_expected.prompts.values()))
+
+
+@pytest.fixture(scope="session")
+def tiny() -> CausalLM:
+    """A random hybrid model in float32, small enough to compile in a second."""
+    return qwen_jax.initialise(QwenConfig.from_hf(TINY), jax.random.key(3))
+
+
+@pytest.fixture
+def fast_compile() -> Iterator[None]:
+    """Compile without optimisations, which halves the time and gives the same numbers."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
