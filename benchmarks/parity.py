@@ -126,9 +126,7 @@ def _argmax(name: str, logits: np.ndarray, expected: Expected) -> Figure:
     return Figure(name, "wrong tokens", int((differs & (first - second > CLOSE_TOKENS)).sum()), 0)
 
 
-def _hidden(
-    name: str, output: ModelOutput, row: int, length: int, expected: Expected
-) -> Figure:
+def _hidden(name: str, output: ModelOutput, row: int, length: int, expected: Expected) -> Figure:
     """Hidden states of the last token, each layer relative to its own spread."""
     assert output.hidden_states is not None
     found = np.stack([np.asarray(state[row, length - 1]) for state in output.hidden_states])

@@ -1,6 +1,6 @@
-"""A generation script of one's own: prompt to tokens in a single `jax.jit`, with an own sampling rule.
+"""Prompt to tokens in a single `jax.jit`, with a sampling rule of one's own.
 
-    python examples/jit_generate.py
+python examples/jit_generate.py
 """
 
 import functools

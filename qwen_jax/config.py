@@ -11,10 +11,10 @@ from typing import Any
 from .configuration.checks import check_config
 from .configuration.families import FAMILIES, LINEAR
 from .configuration.field_reader import Findings
+from .configuration.presets import preset_fields
+from .configuration.rope_parameters import RopeParameters
 from .configuration.spellings import load_config_file, read_fields, write_fields
 from .errors import ConfigError
-from .presets import preset_fields
-from .rope_parameters import RopeParameters
 
 __all__ = ["QwenConfig", "RopeParameters"]
 

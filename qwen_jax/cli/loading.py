@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import QwenConfig
+from ..configuration.presets import PRESET_NAMES
 from ..errors import CheckpointError, RequestError
-from ..presets import PRESET_NAMES
 from .console import Notes, size
 
 if TYPE_CHECKING:

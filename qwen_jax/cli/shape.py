@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from ..config import QwenConfig
+from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
-from ..presets import PRESET_NAMES
 
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE | re.ASCII)

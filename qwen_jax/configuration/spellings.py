@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..rope_parameters import read_rope_parameters
 from .families import COMPOSITE_TYPES, DTYPES, FAMILIES, MAY_BE_ZERO, WIDTHS, Default, Family
 from .field_reader import FieldReader, Findings, is_integer, is_sequence, show
 from .layer_kinds import read_layer_types
+from .rope_parameters import read_rope_parameters
 
 if TYPE_CHECKING:
     from ..config import QwenConfig

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..config import QwenConfig
-from ..rope_parameters import RopeParameters
+from ..configuration.rope_parameters import RopeParameters
 
 
 class Rotary(NamedTuple):

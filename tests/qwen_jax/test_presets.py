@@ -3,8 +3,8 @@
 import pytest
 
 from qwen_jax.config import QwenConfig
+from qwen_jax.configuration.presets import PRESET_NAMES
 from qwen_jax.errors import ConfigError
-from qwen_jax.presets import PRESET_NAMES
 
 NAMES = (
     "qwen3.6-35b-a3b qwen3.5-35b-a3b qwen3.5-122b-a10b qwen3.5-397b-a17b qwen3-next-80b-a3b "

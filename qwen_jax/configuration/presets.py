@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 _QWEN2 = {"model_type": "qwen2_moe", "bos_token_id": 151643, "eos_token_id": 151643}
 _QWEN3 = {

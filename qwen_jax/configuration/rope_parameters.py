@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .configuration.field_reader import Findings, is_integer, is_number, is_sequence, show
+from .field_reader import Findings, is_integer, is_number, is_sequence, show
 
 _DEFAULT_THETA = 10000.0
 _SCALING_KEYS: dict[str, tuple[str, ...]] = {
