@@ -21,18 +21,9 @@ import numpy as np
 from flax import nnx
 
 from qwen_jax import CausalLM, QwenConfig, initialise
+from qwen_jax.cli.measure import first_layers
 
 BAR = 1e-3
-
-
-def cut(config: QwenConfig, layers: int) -> QwenConfig:
-    """The first layers of a configuration."""
-    return dataclasses.replace(
-        config,
-        num_hidden_layers=layers,
-        layer_types=config.layer_types[:layers],
-        mlp_only_layers=tuple(layer for layer in config.mlp_only_layers if layer < layers),
-    )
 
 
 def on_host(model: CausalLM, config: QwenConfig) -> CausalLM:
@@ -63,7 +54,7 @@ def main() -> int:
     parser.add_argument("--out")
     args = parser.parse_args()
 
-    config = cut(QwenConfig.preset(args.preset), args.layers)
+    config = first_layers(QwenConfig.preset(args.preset), args.layers)
     model = initialise(config, jax.random.key(0))
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, args.tokens), np.int32)
     output = model(tokens, capture="ids")

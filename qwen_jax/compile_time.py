@@ -17,10 +17,10 @@ def compile_seconds() -> float:
     return _seconds
 
 
-def _add(event: str, duration: float, **_: str | int) -> None:
+def _add(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _seconds
     if event in _PHASES:
-        _seconds += duration
+        _seconds += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_add)

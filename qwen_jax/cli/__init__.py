@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def guarded(command: Callable[[], int | None]) -> int:
     """Run a command; returns its exit code, and tells errors and warnings in one message each."""
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _Warnings()
         try:
             code = command()
             sys.stdout.flush()
@@ -89,8 +89,17 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+class _Warnings:
+    """Shows each warning once, on one line: a configuration may be read more than once."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, *_: object, **__: object) -> None:
+        text = str(message)
+        if text not in self._shown:
+            self._shown.add(text)
+            print(f"warning: {text}", file=sys.stderr)
 
 
 def _discard_output() -> None:

@@ -113,6 +113,7 @@ class Conversation:
         most = 1 if self.limits.max_tokens is None else min(self.limits.max_tokens, 1)
         shapes, prompt = CausalLM(self.folder.config), self.prompt("Hello")
         stream_generate(shapes, self.folder.tokenizer, prompt, **self._arguments(most))
+        self.folder.refuse_early(1)
 
     def _arguments(self, max_tokens: int | None) -> dict[str, Any]:
         return {"max_tokens": max_tokens, "sampling": self.sampling, **self.limits.arguments()}

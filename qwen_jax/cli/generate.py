@@ -110,9 +110,8 @@ class _Request:
             CausalLM(self.folder.config), self.folder.tokenizer, self.prompt, **self.arguments
         )
         new = self.arguments["max_tokens"]
-        self.folder.refuse_unless_fits(
-            self._prompt_length() + (DEFAULT_MAX_TOKENS if new is None else max(new, 1))
-        )
+        new = DEFAULT_MAX_TOKENS if new is None else new
+        self.folder.refuse_early(max(1, self._prompt_length() + new))
 
     def _prompt_length(self) -> int:
         if isinstance(self.prompt, list) or self.folder.tokenizer is None:

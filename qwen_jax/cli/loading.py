@@ -80,15 +80,25 @@ class ModelFolder:
             )
         return options
 
-    def refuse_unless_fits(self, tokens: int) -> None:
-        """Raise `MemoryLimitError` where weights and a cache of `tokens` tokens cannot fit."""
+    def refuse_early(self, tokens: int) -> None:
+        """Raise what loading would raise, with room for a cache, before the weights are read.
+
+        Args:
+            tokens: prompt and output that the cache must hold.
+
+        Raises:
+            CheckpointError: the weights are missing, damaged, quantised, or not the configuration's.
+            MemoryLimitError: weights and cache cannot fit.
+        """
         from ..accounting import cache_bytes, weight_bytes
+        from ..checkpoint.plan import plan_load
+        from ..checkpoint.safetensors_io import open_folder
         from ..memory import refuse_unless_fits
 
+        plan_load(open_folder(self.path), self.config)
         needed = weight_bytes(self.config) + cache_bytes(self.config, 1, tokens)
-        refuse_unless_fits(
-            needed, f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens"
-        )
+        what = f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens"
+        refuse_unless_fits(needed, what)
 
     def load(self, notes: Notes) -> CausalLM:
         """Read the weights."""

@@ -17,6 +17,8 @@ import numpy as np
 
 from ..accounting import cache_bytes, tensors, weight_bytes
 from ..cache import Cache, init_cache
+from ..checkpoint.plan import plan_load
+from ..checkpoint.safetensors_io import open_folder
 from ..compile_time import compile_seconds
 from ..config import QwenConfig
 from ..decode import DecodeState, init_state, prefill_prompts
@@ -122,6 +124,7 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
 
     Raises:
         RequestError: a preset without `dummy`, or layers that the model does not have.
+        CheckpointError: the folder's weights are missing, damaged, quantised, or another model's.
         MemoryLimitError: weights and cache cannot fit; nothing was loaded.
     """
     shape = find_shape(request.model)
@@ -167,6 +170,8 @@ def _configuration(shape: Shape, request: BenchRequest, note: Note) -> QwenConfi
             f"{shape.name} names a shape, which has no weights; add --dummy for random ones"
         )
     config = shape.config
+    if shape.folder is not None and not request.dummy:
+        plan_load(open_folder(shape.folder), config)
     if request.num_layers is not None:
         if not request.dummy:
             raise RequestError("num_layers cuts a model of random weights; add --dummy")

@@ -68,9 +68,9 @@ class SamplingFlags:
         return dataclasses.replace(defaults, **self._given())
 
     def idle(self, options: SamplingOptions) -> list[str]:
-        """Names of given flags that greedy `options` leave without effect."""
+        """The given flags that greedy `options` leave without effect."""
         given = self._given()
-        return [name for name in _ONLY_DRAWN if name in given and options.temperature == 0]
+        return [flag(name) for name in _ONLY_DRAWN if name in given and options.temperature == 0]
 
     def _given(self) -> dict[str, Any]:
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from ..cache import LayerCache
@@ -174,7 +175,7 @@ class ForwardOutput:
 
 def check_tokens(tokens: Array | np.ndarray, vocab_size: int) -> Array:
     """Token ids as an int32 array; values are checked unless they are traced."""
-    if isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Tracer):
         return tokens
     array = np.asarray(tokens)
     if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":

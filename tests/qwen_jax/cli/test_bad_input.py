@@ -156,6 +156,12 @@ def _bad_sampling(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(config))
 
 
+def _quantise(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "gptq"}, "hidden_size": 2**20}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def _bad_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
@@ -171,6 +177,7 @@ def _bad_tokenizer(folder: Path) -> None:
         (_escape, "../model.safetensors"),
         (_bad_sampling, "temperature is -1"),
         (_bad_tokenizer, "tokenizer.json"),
+        (_quantise, "quantised weights (GPTQ)"),
     ],
 )
 def test_damaged_folder_is_a_failure(

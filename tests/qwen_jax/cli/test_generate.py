@@ -120,7 +120,7 @@ def test_temperature_works_on_a_greedy_folder(run, tiny):
 
 def test_flag_without_effect_is_told(run, tiny):
     outcome = run("generate", tiny, "--prompt", PROMPT, "--max-tokens", "0", "--top-p", "0.9")
-    assert "temperature is 0 (greedy), so top_p has no effect" in outcome.err
+    assert "temperature is 0 (greedy), so --top-p has no effect" in outcome.err
 
 
 def test_chat_applies_the_template(run, tiny):

@@ -100,10 +100,11 @@ def test_interrupt_ends_with_130():
     assert err.strip() == b"interrupted"
 
 
-def test_warning_is_one_line(capsys):
+def test_warning_is_one_line_and_shown_once(capsys):
     def command() -> None:
         warnings.simplefilter("always")
-        warnings.warn("mind this", UserWarning, stacklevel=1)
+        for _ in range(2):
+            warnings.warn("mind this", UserWarning, stacklevel=1)
 
     assert guarded(command) == 0
     assert capsys.readouterr() == ("", "warning: mind this\n")
