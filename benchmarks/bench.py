@@ -14,6 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from qwen_jax.cli import guarded
+from qwen_jax.cli.bench_request import BenchRequest
+from qwen_jax.cli.console import Notes, write_json
 from qwen_jax.cli.environment import prepare_environment
 
 
@@ -24,10 +26,25 @@ def main() -> int:
 
 
 def _bench() -> None:
-    from qwen_jax.cli.console import Notes, write_json
-    from qwen_jax.cli.measure import BenchRequest
+    values = vars(_parser().parse_args())
+    output, as_json, commit = (values.pop(name) for name in ("output", "json", "commit"))
+    request = BenchRequest(**values)
+
     from qwen_jax.cli.report import as_text, run_bench
 
+    result = run_bench(request, Notes(), ["python", "benchmarks/bench.py"])
+    result["commit"] = result["commit"] or commit
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        write_json(result)
+    else:
+        print(as_text(result))
+
+
+def _parser() -> argparse.ArgumentParser:
+    """One flag for each field of the request, as the command line has them."""
     parser = argparse.ArgumentParser(
         description="Measure prefill, first-token and inter-token times."
     )
@@ -43,20 +60,9 @@ def _bench() -> None:
         elif field.name != "model":
             parser.add_argument(flag, type=int, default=field.default)
     parser.add_argument("--output", type=Path, help="file to write the JSON result to")
-    parser.add_argument(
-        "--json", action="store_true", help="print the JSON result instead of a table"
-    )
-    values = vars(parser.parse_args())
-    output, as_json = values.pop("output"), values.pop("json")
-
-    result = run_bench(BenchRequest(**values), Notes(), ["python", "benchmarks/bench.py"])
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    if as_json:
-        write_json(result)
-    else:
-        print(as_text(result))
+    parser.add_argument("--json", action="store_true", help="print the JSON result, not a table")
+    parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
+    return parser
 
 
 if __name__ == "__main__":

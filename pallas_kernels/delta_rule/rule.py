@@ -1,6 +1,7 @@
 """The rule itself on per-head tensors, token by token and in chunks: the same function twice."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,15 +98,22 @@ def chunked_rule(
     writers = k * jnp.exp(gap[..., -1, :])[..., None]
     last = total[..., -1:]
 
-    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        values, keys, attention, queries, writers, last = inputs
-        written = values - _einsum("bmiq,bmqr->bmir", keys, state)
+    # Read-outs take the place of the values chunk by chunk. As a stacked output of the scan they
+    # would start as zeros, which XLA allocates for all layers of a model at once.
+    def chunk(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> tuple[Any, None]:
+        state, values = carry
+        number, keys, attention, queries, writers, last = inputs
+        written = values[number] - _einsum("bmiq,bmqr->bmir", keys, state)
         read = _einsum("bmiq,bmqr->bmir", queries, state)
         read += _einsum("bmij,bmjr->bmir", attention, written)
         state = state * jnp.exp(last)[..., None]
-        return state + _einsum("bmiq,bmir->bmqr", writers, written), read
+        state = state + _einsum("bmiq,bmir->bmqr", writers, written)
+        return (state, values.at[number].set(read)), None
 
-    state, read = jax.lax.scan(chunk, state, (values, keys, attention, queries, writers, last))
+    number = jnp.arange(chunks, dtype=jnp.int32)
+    (state, read), _ = jax.lax.scan(
+        chunk, (state, values), (number, keys, attention, queries, writers, last)
+    )
     read = jnp.moveaxis(jnp.moveaxis(read, 0, 1), 2, 3)
     read = read.reshape(batch, chunks * CHUNK, heads, v.shape[-1])
     return read[:, :length], state

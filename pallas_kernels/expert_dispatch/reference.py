@@ -65,7 +65,7 @@ def _gather_experts(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
 
 
 def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M D"]:
-    """Slots sorted by expert and cut in tiles of one expert each; memory follows slots x width."""
+    """Slots sorted by expert and cut in tiles of one expert each; memory follows tokens x width."""
     tokens, slots_per_token = ids.shape
     experts = gate_up_proj.shape[0]
     slots = tokens * slots_per_token
@@ -86,21 +86,23 @@ def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
     row = row[:, None] + jnp.arange(tile, dtype=jnp.int32)[None, :]
     used = (row < counts[expert][:, None]) & ~spare[:, None]
     slot = order.at[first_slot[expert][:, None] + row].get(mode="clip")
+    strength = jnp.where(used, weights.reshape(slots)[slot], 0.0)
+    token = jnp.where(used, slot // slots_per_token, tokens)
 
-    def work(carry: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
-        expert, slot = inputs
-        gate_up = jnp.einsum("md,fd->mf", x[slot // slots_per_token], gate_up_proj[expert])
-        return carry, jnp.einsum("mf,df->md", _gated(gate_up), down_proj[expert])
+    def work(total: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        expert, token, strength = inputs
+        rows = x.at[token].get(mode="fill", fill_value=0)
+        gate_up = jnp.einsum("md,fd->mf", rows, gate_up_proj[expert])
+        down = jnp.einsum(
+            "mf,df->md", _gated(gate_up), down_proj[expert], preferred_element_type=jnp.float32
+        )
+        return total.at[token].add(down * strength[:, None], mode="drop"), None
 
-    _, rows = jax.lax.scan(work, None, (expert, slot))
-    slot = jnp.where(used, slot, slots)
-    row_of_slot = jnp.full((slots,), tiles * tile, jnp.int32)
-    row_of_slot = row_of_slot.at[slot.reshape(-1)].set(
-        jnp.arange(tiles * tile, dtype=jnp.int32), mode="drop"
-    )
-    outputs = rows.reshape(tiles * tile, -1).at[row_of_slot].get(mode="fill", fill_value=0)
-    outputs = outputs.reshape(tokens, slots_per_token, -1).astype(jnp.float32)
-    return jnp.einsum("mad,ma->md", outputs, jnp.where(filled, weights, 0.0))
+    # Not jnp.zeros: XLA makes one constant of all layers' zeros and copies it for each of them
+    # at the program's start, so that every layer's copy is alive at once.
+    zeros = x.astype(jnp.float32) * 0.0
+    total, _ = jax.lax.scan(work, zeros, (expert, token, strength))
+    return total
 
 
 def _gated(gate_up: Float[Array, "... F2"]) -> Float[Array, "... F"]:

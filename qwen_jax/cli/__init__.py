@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from ..errors import CacheFullError, CheckpointError, ConfigError, MemoryLimitError, RequestError
-from .environment import prepare_environment
+from .environment import DeviceError, prepare_environment
 
 SUCCESS, FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 FAILURES = (
@@ -21,6 +21,7 @@ FAILURES = (
     ConfigError,
     MemoryLimitError,
     CacheFullError,
+    DeviceError,
     FloatingPointError,
     OSError,
 )

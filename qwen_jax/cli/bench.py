@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from .bench_request import BenchRequest
 from .console import Notes, accept_any_text, write_json
 from .options import DType, MaybeWhole, Switch, Whole
 
@@ -41,9 +42,6 @@ def bench(
         json: write one JSON object, fit to be kept.
         quiet: write nothing to standard error but errors and warnings.
     """
-    from .measure import BenchRequest
-    from .report import as_text, run_bench
-
     accept_any_text()
     request = BenchRequest(
         model=model,
@@ -57,6 +55,8 @@ def bench(
         prefill_chunk_size=prefill_chunk_size,
         dtype=dtype,
     )
+    from .report import as_text, run_bench
+
     result = run_bench(request, Notes(quiet=quiet), ["qwen-jax", "bench"])
     if json:
         write_json(result)

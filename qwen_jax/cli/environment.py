@@ -14,6 +14,28 @@ _DEFAULTS = {
 _MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
+class DeviceError(RuntimeError):
+    """JAX has no device of the kind that it is told to use."""
+
+
+def default_platform() -> str:
+    """The platform of JAX's default device: "cpu", "gpu".
+
+    Raises:
+        DeviceError: JAX cannot start.
+    """
+    import jax
+
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # the latter where no plugin is installed
+        asked, why = os.environ.get("JAX_PLATFORMS", ""), str(error) or "no such plugin"
+        raise DeviceError(
+            f"JAX finds no device (JAX_PLATFORMS is {asked!r}; {why}); for NVIDIA install "
+            "qwen-jax[cuda13], or set JAX_PLATFORMS=cpu"
+        ) from error
+
+
 def prepare_environment() -> None:
     """Let commands start fast, quietly, and with the whole device. Call before JAX is imported."""
     for name, value in _DEFAULTS.items():

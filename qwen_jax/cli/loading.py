@@ -12,6 +12,7 @@ from ..config import QwenConfig
 from ..configuration.presets import PRESET_NAMES
 from ..errors import CheckpointError, RequestError
 from .console import Notes, size
+from .environment import default_platform
 
 if TYPE_CHECKING:
     from ..checkpoint.plan import LoadPlan
@@ -87,7 +88,7 @@ class ModelFolder:
             tokens: prompt and output that the cache must hold.
 
         Raises:
-            CheckpointError: the weights are missing, damaged, quantised, or not the configuration's.
+            CheckpointError: the weights are missing, damaged, quantised, or another model's.
             MemoryLimitError: weights and cache cannot fit.
         """
         from ..accounting import cache_bytes, weight_bytes
@@ -125,11 +126,10 @@ class ModelFolder:
 
 def choose_dtype(own: str, asked: str | None, notes: Callable[[str], None]) -> str:
     """The dtype asked for, else the model's own; on a CPU float32: faster there, and more exact."""
-    import jax
-
+    platform = default_platform()
     if asked is not None:
         return asked
-    if jax.default_backend() == "cpu" and own != "float32":
+    if platform == "cpu" and own != "float32":
         notes(f"float32 on this CPU, where {own} is slower and less exact; --dtype {own} keeps it")
         return "float32"
     return own

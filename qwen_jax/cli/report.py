@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from .bench_request import BenchRequest
 from .console import size, table
-from .measure import BenchRequest, Note, measure
+from .measure import Note, measure
 from .provenance import provenance
 
 

@@ -22,14 +22,14 @@ def normal() -> Callable[..., np.ndarray]:
 
 
 @pytest.fixture
-def check_gradient(normal) -> Callable[..., None]:
+def check_gradient(normal) -> Callable[..., Callable]:
     """Compares the gradient of a function with central differences of its float64 oracle.
 
     The scalar is the sum of the result times random numbers, and the comparison is along one random
-    direction an argument.
+    direction an argument. Returns the compiled value and gradient.
     """
 
-    def check(function: Callable, oracle: Callable, *arguments: np.ndarray) -> None:
+    def check(function: Callable, oracle: Callable, *arguments: np.ndarray) -> Callable:
         wanted = np.asarray(oracle(*arguments))
         cotangent = normal(*wanted.shape)
 
@@ -52,5 +52,6 @@ def check_gradient(normal) -> Callable[..., None]:
             size = np.linalg.norm(gradient) * np.linalg.norm(direction)
             slope_of_gradient = np.sum(np.asarray(gradient, np.float64) * direction)
             assert abs(slope_of_gradient - slope) < 1e-4 * size + 1e-6, f"argument {number}"
+        return grad
 
     return check

@@ -76,7 +76,7 @@ LENGTHS = [515, 1, 63, 200, 64, 65]
 
 @pytest.mark.parametrize(
     ("block_size", "window"),
-    [(64, None), (64, 7), (64, 65), (1, None), (3, 64), (4, None), (16, 200), (600, None)],
+    [(64, None), (64, 65), (1, None), (3, 64), (16, 200), (600, None)],
 )
 def test_one_new_token_a_row(normal, block_size, window):
     blocks = Blocks.of(LENGTHS, block_size)
@@ -85,7 +85,7 @@ def test_one_new_token_a_row(normal, block_size, window):
     np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window), atol=2e-6)
 
 
-@pytest.mark.parametrize(("block_size", "window"), [(64, None), (64, 20), (16, None), (3, 1)])
+@pytest.mark.parametrize(("block_size", "window"), [(64, None), (16, 20), (3, 1)])
 def test_chunk_of_queries_against_cached_tokens(normal, block_size, window):
     blocks = Blocks.of(LENGTHS, block_size)
     new = [65, 1, 63, 0, 7, 33]
@@ -110,7 +110,7 @@ def test_whole_sequences_over_three_tiles_of_keys(normal, window):
     np.testing.assert_allclose(mixed[:, few], expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("spare", [0, 1, 5, 30])
+@pytest.mark.parametrize("spare", [0, 30])
 def test_width_of_the_table_does_not_matter(normal, spare):
     lengths = [150, 97]
     blocks = Blocks.of(lengths, 32, spare=spare)  # 5 columns and more, where a tile has 16
@@ -122,12 +122,12 @@ def test_width_of_the_table_does_not_matter(normal, spare):
 def test_borders_of_tiles(normal, length):
     blocks = Blocks.of([length, 3], 64, spare=9)
     q, positions = normal(2, 2, 4, 8), ragged([length, 3], [2, 1])
-    for window in (None, 1, 512):
+    for window in (None, 512):
         mixed = blocks.attend(q, positions, window)
         np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window), atol=2e-6)
 
 
-@pytest.mark.parametrize("heads", [(2, 2, 2), (6, 2, 4), (6, 1, 3), (4, 4, 4)])
+@pytest.mark.parametrize("heads", [(2, 2, 2), (6, 1, 3), (4, 4, 4)])
 def test_heads_read_their_own_key_head(normal, heads):
     query_heads, kv_heads, width = heads
     blocks = Blocks.of([4, 2], 4, heads=kv_heads, width=width)

@@ -63,7 +63,7 @@ def oracle(x, ids, weights, gate_up_proj, down_proj):
 
 
 # 64 and 65 tokens are on both sides of the border between the two ways to compute it.
-TOKENS = [1, 7, 31, 33, 64, 65, 300]
+TOKENS = [1, 7, 31, 33, 64, 65]
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -113,9 +113,8 @@ def test_one_expert_and_all_experts(tokens, experts, slots):
     Layer.random(tokens, experts, slots).check()
 
 
-@pytest.mark.parametrize("tokens", [20, 100])
-def test_many_experts(tokens):
-    Layer.random(tokens, experts=256, slots=8).check()
+def test_many_experts():
+    Layer.random(100, experts=256, slots=8).check()
 
 
 def test_crowded_expert_beside_sparse_ones():
@@ -200,7 +199,7 @@ def test_many_tokens_cost_their_slots_and_not_the_experts():
     assert products_a_slot(65, 8, 4096) == products_a_slot(65, 8, 520)
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 256), (64, 256), (512, 256), (512, 64)])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 256), (64, 256), (512, 256)])
 def test_memory_is_bounded_by_what_is_routed(tokens, experts):
     # In float32, as XLA for CPUs before JAX 0.12 widens all bfloat16 weights at once.
     shapes = arguments(tokens, 8, experts)

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
 import pytest
+from flax import nnx
 
 import qwen_jax
 from benchmarks.parity import Expected, read_expected, run_prompts
@@ -66,14 +70,32 @@ def demo_output(demo: tuple[CausalLM, Tokenizer], demo_expected: Expected) -> Mo
 
 @pytest.fixture(scope="session")
 def tiny() -> CausalLM:
-    """A random hybrid model in float32, small enough to compile in a second."""
-    return qwen_jax.initialise(QwenConfig.from_hf(TINY), jax.random.key(3))
+    """A random hybrid model in float32, small enough to compile in a second or two."""
+    random = np.random.default_rng(3)
+    model = CausalLM(QwenConfig.from_hf(TINY))
+    state = nnx.state(model)
+    for path, leaf in nnx.to_flat_state(state):
+        wide = random.normal(0, 1, leaf.shape).astype(np.float32)
+        is_matrix = leaf.shape[-1] > 1 and len(leaf.shape) > 1
+        scale = leaf.shape[-1] ** -0.5 if is_matrix else 0.3
+        centre = 1.0 if path[-3:] == ("linear_attn", "norm", "weight") else 0.0
+        leaf.set_value(jnp.asarray(centre + scale * wide, jnp.float32))
+    nnx.update(model, state)
+    return model
 
 
 @pytest.fixture
 def fast_compile() -> Iterator[None]:
     """Compile without optimisations, which halves the time and gives the same numbers."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def no_type_checks() -> Iterator[None]:
+    """Values as they reach users, for whom annotations are not checked."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

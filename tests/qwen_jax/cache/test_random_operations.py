@@ -39,7 +39,7 @@ def test_any_operations_match_the_naive_model(checked, traced, size):
     before = traced.copy()
 
     @given(sequences(longest, block_size))
-    @settings(max_examples=25)
+    @settings(max_examples=20)
     def run(operations: list[tuple[str, list[int]]]) -> None:
         cache = checked(BATCH, longest, block_size, num_blocks)
         for name, arguments in operations:

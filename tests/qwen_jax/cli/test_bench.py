@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qwen_jax.cli.measure import BenchRequest, first_layers, spread
+from qwen_jax.cli.bench_request import BenchRequest
+from qwen_jax.cli.measure import first_layers, spread
+from qwen_jax.cli.report import as_text
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
 
@@ -49,14 +51,13 @@ def test_result_is_fit_to_be_kept(run, tiny):
     assert figures["peak_memory_bytes"] > 0
     assert figures["model"]["weights"] == "loaded"
     assert "compiled in" in outcome.err and "trial 2 of 2" in outcome.err
+    check_table(as_text(result), "1 layers, float32, loaded weights")
 
 
-def test_table(run, tiny):
-    outcome = run("bench", tiny, "--dummy", *SMALL, "--num-layers", "1", "-q")
-    assert (outcome.code, outcome.err) == (0, "")
+def check_table(text: str, weights: str) -> None:
     for row in ("prefill", "first token", "inter-token", "loop", "peak memory", "compilation"):
-        assert f"\n{row} " in outcome.out
-    assert "1 layers, float32, random weights" in outcome.out
+        assert f"\n{row} " in text
+    assert weights in text
 
 
 def test_too_large_a_model_is_refused_with_both_numbers(run):
@@ -116,13 +117,15 @@ def test_script_needs_no_command_line_library(tiny, tmp_path):
         "sys.argv = ['benchmarks/bench.py', *sys.argv[1:]]\n"
         "runpy.run_path('benchmarks/bench.py', run_name='__main__')"
     )
-    command = [sys.executable, "-c", program, tiny, *SMALL, "--output", str(output)]
+    options = ["--dummy", "--num-layers", "1", "--commit", "abc", "--output", str(output)]
+    command = [sys.executable, "-c", program, tiny, *SMALL, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "inter-token" in done.stdout
+    check_table(done.stdout, "1 layers, float32, random weights")
     result = json.loads(output.read_text())
     assert result["command"].startswith("python benchmarks/bench.py ")
-    assert result["figures"]["model"]["num_layers"] == 1
+    assert result["figures"]["model"]["weights"] == "random"
+    assert result["commit"]
 
 
 def test_script_refuses_as_the_command_does():

@@ -72,6 +72,15 @@ def test_exit_code_reaches_the_shell():
     assert done.stderr.startswith("error: there is no folder and no preset 'nothing'")
 
 
+def test_device_that_is_not_there_is_a_failure():
+    command = [*COMMAND, "generate", "demo", "--prompt", "a"]
+    environment = os.environ | {"JAX_PLATFORMS": "nonsense"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: JAX finds no device (JAX_PLATFORMS is 'nonsense'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_bytes_that_are_not_utf8_are_refused():
     command = [*COMMAND, "generate", "demo", "--prompt", b"\xff\xfe"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

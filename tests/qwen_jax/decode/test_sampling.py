@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -344,14 +343,6 @@ def test_own_rules_do_not_see_ids_beyond_the_tokenizer_either():
         sample=last_finite,
     )
     assert state.last.tolist() == [5] * ROWS
-
-
-@pytest.fixture
-def no_type_checks():
-    """Values as they reach users, for whom the annotations are not checked."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 NOT_NUMBERS = [None, "1", [1.0], True, float("nan"), float("inf"), -float("inf")]

@@ -21,18 +21,14 @@ from tests.qwen_jax.decode.texts import (
     run_step,
 )
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-LENGTHS = [1, 2, 3, 4, 15, 16, 17, 40]
+LENGTHS = np.array([2, 4, 16, 41])
+ROWS = np.arange(4)
 BLOCK = 3
 
 
-@pytest.fixture(scope="module")
-def small(tiny: CausalLM) -> Texts:
-    return random_texts(tiny, LENGTHS)
-
-
-def blocks_for(tokens: np.ndarray) -> int:
-    return int((-(-tokens // BLOCK)).sum())
+@pytest.fixture
+def small(tiny: CausalLM, fast_compile: None) -> Texts:
+    return random_texts(tiny, tuple(LENGTHS.tolist()))
 
 
 def contents(cache: Cache, row: int) -> list[np.ndarray]:
@@ -50,100 +46,107 @@ def same(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
 
 
+def all_but_last(small: Texts, spare: int | None = None) -> Cache:
+    """A cache with every prompt but for its last token, and so many blocks left (None: plenty)."""
+    used = int((-(-(small.lengths - 1) // BLOCK)).sum())
+    sizes = {} if spare is None else {"num_blocks": used + spare}
+    cache = small.cache(block_size=BLOCK, **sizes)
+    worst, cache = small.enter(cache, 16, every(16), upto=small.lengths - 1)
+    assert worst <= BAR
+    return cache
+
+
 def test_released_rows_are_as_good_as_new_and_the_others_as_before(small):
-    short = small.lengths - 1
-    _, cache = small.enter(small.cache(block_size=BLOCK), 16, every(16), upto=short)
-    for rows in ([1, 4, 7], [0, 2, 3, 5, 6], range(8)):
-        gone = np.isin(np.arange(8), rows)
+    cache = all_but_last(small)
+    for rows in ([1, 3], [0, 2], [0, 1, 2, 3]):
+        gone = np.isin(ROWS, rows)
         cache = poisoned(run_release(cache, jnp.asarray(gone)))
-        np.testing.assert_array_equal(cache.length, np.where(gone, 0, short))
-        worst, cache = small.enter(cache, 16, every(5), upto=short)
+        np.testing.assert_array_equal(cache.length, np.where(gone, 0, LENGTHS - 1))
+        worst, cache = small.enter(cache, 16, every(5), upto=LENGTHS - 1)
         assert worst <= BAR
     found, cache = small.step(cache)
     assert small.difference(found, small.last) <= BAR
 
 
 def test_rows_without_tokens_keep_all_they_hold(small):
-    _, cache = small.enter(small.cache(block_size=BLOCK), 16, every(16), upto=small.lengths - 1)
-    before = [contents(cache, row) for row in range(8)]
-    _, cache = small.step(cache, active=np.arange(8) % 2 == 0)
-    np.testing.assert_array_equal(cache.length, small.lengths - 1 + (np.arange(8) % 2 == 0))
-    for row in range(1, 8, 2):
-        assert same(before[row], contents(cache, row))
+    cache = all_but_last(small)
+    before = [contents(cache, row) for row in ROWS]
+    active = np.isin(ROWS, [0, 2])
+    found, cache = small.step(cache, active)
+    assert small.difference(found[active], small.last[active]) <= BAR
+    np.testing.assert_array_equal(cache.length, LENGTHS - ~active)
+    assert same(before[1], contents(cache, 1))
+    assert same(before[3], contents(cache, 3))
 
 
 @pytest.mark.parametrize("width", [1, 16])
 def test_a_row_that_finds_no_block_takes_nothing_and_the_others_go_on(small, width):
-    """At the last token rows 0, 3, 5 and 7 need a block each, and two are left."""
-    short = small.lengths - 1
-    cache = small.cache(block_size=BLOCK, num_blocks=blocks_for(short) + 2)
-    _, cache = small.enter(cache, 16, every(16), upto=short)
-    before = [contents(cache, row) for row in range(8)]
+    """With the last token rows 1 and 2 begin a block each, and one is left."""
+    cache = all_but_last(small, spare=1)
+    before = contents(cache, 2)
     if width == 1:
         found, cache = small.step(cache)
     else:
-        tokens = small.tokens(short, np.ones(8, np.int32), width, "right")
-        output, cache = run_prefill(small.model, cache, tokens, np.ones(8, np.int32))
-        found = np.asarray(output.logits)
-    full = np.isin(np.arange(8), [5, 7])
+        one = np.ones(4, np.int32)
+        tokens = small.tokens(LENGTHS - 1, one, width, "right")
+        output, cache = run_prefill(small.model, cache, tokens, one, all_logits=True)
+        found = np.asarray(output.logits)[:, 0]
+    full = ROWS == 2
     np.testing.assert_array_equal(cache.overflow, full)
-    np.testing.assert_array_equal(cache.length, np.where(full, short, small.lengths))
+    np.testing.assert_array_equal(cache.length, LENGTHS - full)
     assert small.difference(found[~full], small.last[~full]) <= BAR
     assert np.isnan(found[full]).all()
-    assert all(same(before[row], contents(cache, row)) for row in (5, 7))
+    assert same(before, contents(cache, 2))
 
 
 def test_a_flag_stays_until_the_row_is_released(small):
-    short = small.lengths - 1
-    cache = small.cache(block_size=BLOCK, num_blocks=blocks_for(short) + 2)
-    _, cache = small.enter(cache, 16, every(16), upto=short)
-    _, cache = small.step(cache)
-    cache = run_release(cache, jnp.arange(8) == 4)
-    found, cache = small.step(cache, active=np.isin(np.arange(8), [5, 7]))
-    assert np.isnan(found[[5, 7]]).all()
-    with pytest.raises(CacheFullError, match=r"rows \[5, 7\] ran out of blocks before"):
+    _, cache = small.step(all_but_last(small, spare=1))
+    cache = run_release(cache, jnp.asarray(ROWS == 3))
+    found, cache = small.step(cache, ROWS == 2)
+    assert np.isnan(found[2]).all()
+    with pytest.raises(CacheFullError, match=r"rows \[2\] ran out of blocks before"):
         prefill_prompts(small.model, cache, small.prompts)
-    cache = run_release(cache, jnp.isin(jnp.arange(8), jnp.asarray([4, 5, 7])))
-    worst, cache = small.enter(cache, 16, every(16), upto=np.where(np.arange(8) == 7, 0, LENGTHS))
+    cache = run_release(cache, jnp.asarray(ROWS == 2))
+    worst, cache = small.enter(cache, 16, every(16), upto=np.where(ROWS == 3, 30, LENGTHS))
     assert worst <= BAR
     assert not cache.overflow.any()
 
 
-@pytest.mark.parametrize("capture", ["none", "ids", "full"])
-def test_capture_returns_what_was_asked_for_and_nothing_at_padding(small, capture):
-    count = np.array([0, 2, 1, 4, 9, 16, 16, 16], np.int32)
-    tokens = small.tokens(np.zeros(8, np.int32), count, 16, "right")
+def test_nothing_is_captured_unless_asked_for(small):
     cache = small.cache(block_size=BLOCK)
-    routing = run_prefill(small.model, cache, tokens, count, capture=capture)[0].routing
-    if capture == "none":
-        assert routing == {}
-        return
+    tokens = np.ones((4, 16), np.int32)
+    assert run_prefill(small.model, cache, tokens, np.ones(4, np.int32))[0].routing == {}
+
+
+def test_routing_equals_that_of_one_pass_and_is_empty_at_padding(small):
+    count = np.array([0, 2, 9, 16], np.int32)
+    tokens = small.tokens(np.zeros(4, np.int32), count, 16, "right")
+    cache = small.cache(block_size=BLOCK)
+    found = run_prefill(small.model, cache, tokens, count, capture="full")[0].routing
+    assert [*found] == [*small.routing] == [0, 1]
     config = small.model.config
-    padded = np.zeros((8, 40), np.int32)
-    padded[:, :16] = tokens
-    expected = small.model(padded, np.maximum(count, 1)).routing
     real = np.arange(16) < count[:, None]
-    assert [*routing] == [*expected] == [0, 1]
-    for layer, found in routing.items():
-        assert found.ids.shape == (8, 16, config.num_experts_per_tok)
-        assert found.ids.dtype == np.int32
-        np.testing.assert_array_equal(np.asarray(found.ids)[~real], config.num_experts)
-        np.testing.assert_array_equal(np.asarray(found.weights)[~real], 0)
-        wanted = expected[layer]
-        np.testing.assert_array_equal(found.ids[real], wanted.ids[:, :16][real])
-        np.testing.assert_allclose(found.weights[real], wanted.weights[:, :16][real], atol=1e-5)
-        assert (found.logits is None) == (capture == "ids")
-        if found.logits is not None:
-            np.testing.assert_allclose(found.logits[real], wanted.logits[:, :16][real], atol=1e-4)
+    for layer, routing in found.items():
+        wanted = jax.tree.map(lambda array: np.asarray(array[:, :16])[real], small.routing[layer])
+        ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
+        assert ids.shape == (4, 16, config.num_experts_per_tok)
+        assert ids.dtype == np.int32
+        np.testing.assert_array_equal(ids[~real], config.num_experts)
+        np.testing.assert_array_equal(weights[~real], 0)
+        np.testing.assert_array_equal(ids[real], wanted.ids)
+        np.testing.assert_allclose(weights[real], wanted.weights, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(routing.logits)[real], wanted.logits, atol=1e-4)
 
 
-def test_a_step_captures_too(small):
+def test_a_step_captures_ids_and_weights_without_logits(small):
     cache = small.cache(block_size=BLOCK)
-    active = np.arange(8) != 3
-    output, _ = run_step(small.model, cache, np.ones(8, np.int32), active=active, capture="ids")
+    active = ROWS != 3
+    output, _ = run_step(small.model, cache, np.ones(4, np.int32), active=active, capture="ids")
+    assert [*output.routing] == [0, 1]
     for routing in output.routing.values():
-        assert routing.ids.shape == (8, 1, 2)
+        assert routing.ids.shape == routing.weights.shape == (4, 1, 2)
         np.testing.assert_array_equal(np.asarray(routing.ids == 6).all((1, 2)), ~active)
+        assert routing.logits is None
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,9 @@ def test_a_step_captures_too(small):
         ([[1] * 7, [2] * 7], {}, CacheFullError, "need 6 blocks of 3 tokens, .* has 5 free"),
     ],
 )
-def test_prompts_that_cannot_be_entered_are_refused(tiny, prompts, options, error, message):
+def test_prompts_that_cannot_be_entered_are_refused(
+    no_type_checks, tiny, prompts, options, error, message
+):
     cache = init_cache(tiny.config, 2, 9, block_size=3, num_blocks=5)
     with pytest.raises(error, match=message):
         prefill_prompts(tiny, cache, prompts, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from qwen_jax import CausalLM
 from qwen_jax.cache import Cache, KVBlocks, RecurrentState, init_cache, release
 from qwen_jax.decode import decode_step
 from qwen_jax.decode.prompt import run_prefill
+from qwen_jax.model import Routing
 
 BAR = 1e-4  # of the logits' standard deviation
 
@@ -31,6 +32,7 @@ class Texts:
     model: CausalLM
     prompts: list[list[int]]
     logits: list[np.ndarray]
+    routing: dict[int, Routing] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -48,7 +50,7 @@ class Texts:
     def cache(self, rows: int | None = None, **sizes: int) -> Cache:
         """An empty cache with some room behind the longest prompt."""
         rows = len(self.prompts) if rows is None else rows
-        return init_cache(self.model.config, rows, int(self.lengths.max()) + 8, **sizes)
+        return init_cache(self.model.config, rows, int(self.lengths.max()) + 31, **sizes)
 
     def tokens(self, begin: np.ndarray, count: np.ndarray, width: int, padding: str) -> np.ndarray:
         """Int32 [B, width]: `count` ids of each prompt from `begin` on.
@@ -117,16 +119,18 @@ class Texts:
         return np.asarray(output.logits), cache
 
 
-def random_texts(model: CausalLM, lengths: Sequence[int], seed: int = 0) -> Texts:
+@functools.cache
+def random_texts(model: CausalLM, lengths: tuple[int, ...]) -> Texts:
     """Prompts of random ids."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     shape = (len(lengths), max(lengths))
     tokens = random.integers(0, model.config.vocab_size, shape, np.int32)
-    logits = model(tokens, np.array(lengths, np.int32), capture="none").logits
+    output = model(tokens, np.array(lengths, np.int32))
     return Texts(
         model,
         [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)],
-        [np.asarray(row[:length]) for row, length in zip(logits, lengths, strict=True)],
+        [np.asarray(row[:length]) for row, length in zip(output.logits, lengths, strict=True)],
+        output.routing,
     )
 
 
@@ -148,10 +152,11 @@ def poisoned(cache: Cache) -> Cache:
     occupied = np.asarray(cache.length) > 0
 
     def layer(entry: KVBlocks | RecurrentState) -> KVBlocks | RecurrentState:
-        keep = jnp.asarray(held if isinstance(entry, KVBlocks) else occupied)
+        keep = held if isinstance(entry, KVBlocks) else occupied
 
         def poison(array: jax.Array) -> jax.Array:
-            return jnp.where(keep.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.nan)
+            mask = keep.reshape(-1, *[1] * (array.ndim - 1))
+            return jnp.asarray(np.where(mask, array, np.float32(np.nan)))
 
         return jax.tree.map(poison, entry)
 
