@@ -14,6 +14,7 @@ import dataclasses
 import json
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from flax import nnx
 
 from qwen_jax import CausalLM, QwenConfig, initialise
 from qwen_jax.cli.measure import first_layers
+from qwen_jax.cli.provenance import provenance
 
 BAR = 1e-3
 
@@ -51,7 +53,7 @@ def main() -> int:
     parser.add_argument("--preset", default="qwen3.6-35b-a3b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--out")
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
     config = first_layers(QwenConfig.preset(args.preset), args.layers)
@@ -80,9 +82,7 @@ def main() -> int:
     }
     report = {
         "benchmark": "agreement",
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "numpy": np.__version__},
-        "command": "python " + " ".join(sys.argv),
+        **provenance(["python", *sys.argv]),
         "preset": args.preset,
         "layers": args.layers,
         "tokens": args.tokens,
@@ -90,9 +90,8 @@ def main() -> int:
         "host_seconds": time.perf_counter() - begin,
         "figures": figures,
     }
-    if args.out:
-        with open(args.out, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for name, value in figures.items():
         print(f"{name:20} {value}")
     return 0 if figures["mean_kl"] <= BAR else 1

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from .decode import prefill_prompts as prefill_prompts
     from .decode import sample as sample
     from .decode import stream as stream
-    from .generate import GenerationResult as GenerationResult
     from .generate import generate as generate
     from .generate import stream_generate as stream_generate
     from .load import load as load
     from .model import CausalLM as CausalLM
     from .model import initialise as initialise
+    from .transcript import GenerationResult as GenerationResult
 
 __version__ = "0.1.0"
 
@@ -52,12 +52,13 @@ _HOME = {
         "sample",
         "stream",
     ),
-    "generate": ("GenerationResult", "generate", "stream_generate"),
+    "generate": ("generate", "stream_generate"),
     "load": ("load",),
     "model": ("CausalLM", "initialise"),
+    "transcript": ("GenerationResult",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

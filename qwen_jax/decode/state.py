@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..errors import RequestError
@@ -97,7 +98,7 @@ def init_state(
     batch, vocabulary = logits.shape
     if sampling is None or isinstance(sampling, SamplingOptions):
         sampling = _same_for_all(sampling or SamplingOptions(), logits)
-    if not isinstance(max_tokens, jax.core.Tracer) and np.min(np.asarray(max_tokens)) < 1:
+    if not isinstance(max_tokens, Tracer) and np.min(np.asarray(max_tokens)) < 1:
         raise RequestError(f"max_tokens is {max_tokens}; accepted is a whole number from 1 on")
     if capacity is None:
         capacity = int(np.max(np.asarray(max_tokens)))
@@ -124,7 +125,7 @@ def init_state(
 
 def _same_for_all(options: SamplingOptions, logits: Array) -> SamplingParams:
     """The options for each row of the logits. Under jit a seed drawn here would be drawn once."""
-    if isinstance(logits, jax.core.Tracer) and options.temperature > 0 and options.seed is None:
+    if isinstance(logits, Tracer) and options.temperature > 0 and options.seed is None:
         raise RequestError(
             "init_state: options without a seed cannot be used under jit, where every call would "
             "draw the same tokens; give a seed, or hand SamplingParams.stack(...) in as an argument"

@@ -26,11 +26,14 @@ class Blocks:
     table: np.ndarray
 
     @classmethod
-    def of(cls, lengths: list[int], block_size: int, *, spare: int = 2, heads: int = 2, width=8):
-        """Sequences of these lengths, in blocks that lie in random order in a pool of NaN."""
+    def of(cls, lengths: list[int], block_size: int, *, columns=0, heads: int = 2, width=8):
+        """Sequences of these lengths, in blocks that lie in random order in a pool of NaN.
+
+        A row of the table has as many columns as asked for, or two more than it needs.
+        """
         rng = np.random.default_rng(1)
         longest, batch = max(lengths), len(lengths)
-        columns = -(-longest // block_size) + spare
+        columns = columns or -(-longest // block_size) + 2
         table = np.zeros((batch, columns), np.int32)
         unused = rng.permutation(np.arange(1, batch * columns + 1)).tolist()
         plain = rng.standard_normal((2, batch, longest, heads, width)).astype(np.float32)
@@ -98,29 +101,27 @@ def test_chunk_of_queries_against_cached_tokens(normal, block_size, window):
 @pytest.mark.parametrize("window", [None, 600])
 def test_whole_sequences_over_three_tiles_of_keys(normal, window):
     lengths = [1100, 515]
-    blocks = Blocks.of(lengths, 64, spare=0)
+    blocks = Blocks.of(lengths, 64)
     q, positions = normal(2, 1100, 4, 8), ragged(lengths, lengths)
     mixed = blocks.attend(q, positions, window)
-    for row, length in enumerate(lengths):
-        plain = (x[row : row + 1, :length] for x in (q, blocks.key, blocks.value))
-        expected = run_flash(*plain, window=window)
-        np.testing.assert_allclose(mixed[row : row + 1, :length], expected, atol=5e-6)
     few = [0, 511, 512, 1023, 1024, 1099]
     expected = blocks.oracle(q[:, few], positions[:, few], window)
     np.testing.assert_allclose(mixed[:, few], expected, atol=2e-6)
+    plain = run_flash(q[:1], blocks.key[:1], blocks.value[:1], window=window)
+    np.testing.assert_allclose(mixed[:1], plain, atol=5e-6)
 
 
-@pytest.mark.parametrize("spare", [0, 30])
-def test_width_of_the_table_does_not_matter(normal, spare):
+@pytest.mark.parametrize("columns", [5, 16, 32, 35])
+def test_width_of_the_table_does_not_matter(normal, columns):
     lengths = [150, 97]
-    blocks = Blocks.of(lengths, 32, spare=spare)  # 5 columns and more, where a tile has 16
+    blocks = Blocks.of(lengths, 32, columns=columns)  # a tile has 16 columns
     q, positions = normal(2, 3, 4, 8), ragged(lengths, [3, 2])
     np.testing.assert_allclose(blocks.attend(q, positions), blocks.oracle(q, positions), atol=2e-6)
 
 
 @pytest.mark.parametrize("length", [511, 512, 513])
 def test_borders_of_tiles(normal, length):
-    blocks = Blocks.of([length, 3], 64, spare=9)
+    blocks = Blocks.of([length, 3], 64, columns=18)
     q, positions = normal(2, 2, 4, 8), ragged([length, 3], [2, 1])
     for window in (None, 512):
         mixed = blocks.attend(q, positions, window)
@@ -135,16 +136,15 @@ def test_heads_read_their_own_key_head(normal, heads):
     np.testing.assert_allclose(blocks.attend(q, positions), blocks.oracle(q, positions), atol=2e-6)
 
 
-@pytest.mark.parametrize("spare", [2, 30])
-def test_batch_of_padding_alone_is_zero(normal, spare):
-    blocks = Blocks.of([40, 3], 32, spare=spare)
-    positions = np.array([[-1, -(2**31)], [-5, -1]], np.int32)
-    assert not blocks.attend(normal(2, 2, 4, 8), positions).any()
+def test_batch_of_padding_alone_is_zero(normal):
+    blocks = Blocks.of(LENGTHS, 64)
+    positions = np.array([[-1], [-(2**31)], [-5], [-64], [-512], [-515]], np.int32)
+    assert not blocks.attend(normal(6, 1, 4, 8), positions).any()
 
 
 def test_queries_of_padding_may_hold_anything(normal):
-    blocks = Blocks.of([40, 3], 16)
-    q, positions = normal(2, 3, 4, 8), ragged([40, 3], [3, 1])
+    blocks = Blocks.of(LENGTHS, 64)
+    q, positions = normal(6, 65, 4, 8), ragged(LENGTHS, [65, 1, 63, 0, 7, 33])
     expected = blocks.attend(q, positions)
     q[positions < 0] = np.nan
     np.testing.assert_array_equal(blocks.attend(q, positions), expected)
@@ -152,20 +152,21 @@ def test_queries_of_padding_may_hold_anything(normal):
 
 def test_position_behind_the_table_sees_each_token_once(normal):
     # It cannot come from a cache, which takes no token that its table has no room for.
-    blocks = Blocks.of([1024], 64, spare=0)
-    q = normal(1, 1, 4, 8)
-    mixed = blocks.attend(q, np.array([[5000]], np.int32))
-    np.testing.assert_allclose(mixed, blocks.oracle(q, np.array([[1023]])), atol=2e-6)
+    blocks = Blocks.of([11 * 64] * 6, 64, columns=11)
+    q = normal(6, 1, 4, 8)
+    mixed = blocks.attend(q, np.full((6, 1), 5000, np.int32))
+    np.testing.assert_allclose(mixed, blocks.oracle(q, np.full((6, 1), 11 * 64 - 1)), atol=2e-6)
 
 
 def test_large_scores_stay_finite(normal):
-    blocks = Blocks.of([1100], 64)
+    blocks = Blocks.of(LENGTHS, 64)
     blocks.key_blocks *= 1e3
-    q = 1e3 * normal(1, 1, 4, 8)
-    mixed = blocks.attend(q, ragged([1100], [1]))
-    best = np.einsum("nh,snh->ns", q[0, 0], blocks.key[0].repeat(2, 1)).argmax(axis=1)
-    expected = blocks.value[0].repeat(2, 1)[best, np.arange(4)]
-    np.testing.assert_allclose(mixed[0, 0], expected, atol=1e-3)
+    q = 1e3 * normal(6, 1, 4, 8)
+    mixed = blocks.attend(q, ragged(LENGTHS, [1] * 6))
+    for row, length in enumerate(LENGTHS):
+        key, value = (x[row, :length].repeat(2, axis=1) for x in (blocks.key, blocks.value))
+        best = np.einsum("nh,snh->ns", q[row, 0], key).argmax(axis=1)
+        np.testing.assert_allclose(mixed[row, 0], value[best, np.arange(4)], atol=1e-3)
 
 
 def test_bfloat16_is_summed_in_float32(normal):

@@ -27,6 +27,7 @@ from qwen_jax.decode import (
     stream,
 )
 from qwen_jax.decode.loop import run_steps
+from qwen_jax.decode.prompt import run_prefill
 from qwen_jax.decode.state import advance
 from qwen_jax.errors import CacheFullError, RequestError
 from tests.qwen_jax.decode.texts import run_step
@@ -102,17 +103,24 @@ def step_by_step(model: CausalLM, cache: Cache, state: DecodeState) -> DecodeSta
     return state
 
 
+def loop(
+    model: CausalLM, cache: Cache, state: DecodeState, steps: int = CAPACITY, **rule: Any
+) -> tuple[DecodeState, Cache]:
+    """The whole loop. The number of steps is always an argument: without it is another program."""
+    return run_steps(model, cache, state, max_steps=jnp.int32(steps), **rule)
+
+
 @pytest.fixture(scope="module")
 def greedy(tiny: CausalLM, prompts: list[list[int]]) -> list[list[int]]:
     """50 greedy tokens of each prompt."""
-    state, _ = run_steps(tiny, *begin(tiny, prompts))
+    state, _ = loop(tiny, *begin(tiny, prompts))
     return outputs(state)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_loop_stream_and_single_steps_agree(tiny, prompts, options):
     one_by_one = step_by_step(tiny, *begin(tiny, prompts, options))
-    in_one, cache = run_steps(tiny, *begin(tiny, prompts, options))
+    in_one, cache = loop(tiny, *begin(tiny, prompts, options))
     seen: list[int] = []
     # Only the last state is still there when the stream has ended.
     for streamed, streamed_cache in stream(tiny, *begin(tiny, prompts, options)):
@@ -130,7 +138,7 @@ def test_loop_stream_and_single_steps_agree(tiny, prompts, options):
 
 
 def test_logprobs_are_those_of_one_pass(tiny, prompts, greedy):
-    state, _ = run_steps(tiny, *begin(tiny, prompts))
+    state, _ = loop(tiny, *begin(tiny, prompts))
     texts = [prompt + tokens for prompt, tokens in zip(prompts, greedy, strict=True)]
     tokens = np.zeros((4, max(map(len, texts))), np.int32)
     for row, text in enumerate(texts):
@@ -145,16 +153,16 @@ def test_logprobs_are_those_of_one_pass(tiny, prompts, greedy):
 
 @pytest.mark.parametrize("row", [1, 3])
 def test_a_row_draws_the_same_alone(tiny, prompts, row):
-    together, _ = run_steps(tiny, *begin(tiny, prompts, SAMPLED))
+    together, _ = loop(tiny, *begin(tiny, prompts, SAMPLED))
     one = slice(row, row + 1)
-    alone, _ = run_steps(tiny, *begin(tiny, prompts[one], SAMPLED[one]))
+    alone, _ = loop(tiny, *begin(tiny, prompts[one], SAMPLED[one]))
     assert outputs(alone) == outputs(together)[one]
 
 
 def test_rows_end_each_at_its_own_limit(tiny, prompts, greedy):
     limits = [5, 50, 17, 1]
     cache, state = begin(tiny, prompts, max_tokens=limits)
-    state, cache = run_steps(tiny, cache, state)
+    state, cache = loop(tiny, cache, state)
     assert outputs(state) == [row[:n] for row, n in zip(greedy, limits, strict=True)]
     assert reasons(state) == [FinishReason.LENGTH] * 4
     np.testing.assert_array_equal(
@@ -164,7 +172,7 @@ def test_rows_end_each_at_its_own_limit(tiny, prompts, greedy):
 
 def test_rows_end_with_a_stop_token_which_counts(tiny, prompts, greedy):
     stop = greedy[2][8]
-    state, _ = run_steps(tiny, *begin(tiny, prompts, stop_ids=[stop]))
+    state, _ = loop(tiny, *begin(tiny, prompts, stop_ids=[stop]))
     for found, tokens, reason in zip(outputs(state), greedy, reasons(state), strict=True):
         stops = stop in tokens
         assert found == (tokens[: tokens.index(stop) + 1] if stops else tokens)
@@ -172,18 +180,18 @@ def test_rows_end_with_a_stop_token_which_counts(tiny, prompts, greedy):
 
 
 def test_a_stop_token_at_the_limit_is_a_stop(tiny, prompts, greedy):
-    state, _ = run_steps(tiny, *begin(tiny, prompts, max_tokens=1, stop_ids=[greedy[0][0]]))
+    state, _ = loop(tiny, *begin(tiny, prompts, max_tokens=1, stop_ids=[greedy[0][0]]))
     assert reasons(state)[0] == FinishReason.STOP
     assert outputs(state) == [row[:1] for row in greedy]
 
 
 def test_the_loop_goes_on_where_it_was_left(tiny, prompts):
-    whole, _ = run_steps(tiny, *begin(tiny, prompts, SAMPLED))
+    whole, _ = loop(tiny, *begin(tiny, prompts, SAMPLED))
     cache, state = begin(tiny, prompts, SAMPLED)
     for steps in (0, 1, 20, 3, 100):
         before = state.count[0]
         wanted = min(int(before) + steps, 50)
-        state, cache = run_steps(tiny, cache, state, max_steps=jnp.int32(steps))
+        state, cache = loop(tiny, cache, state, steps)
         assert int(state.count[0]) == wanted
     assert outputs(state) == outputs(whole)
 
@@ -196,13 +204,13 @@ def test_any_number_of_steps_is_one_program(tiny, prompts):
         return sample(logits, state)
 
     cache, state = begin(tiny, prompts)
-    state, cache = run_steps(tiny, cache, state, sample=rule, max_steps=jnp.int32(50))
+    state, cache = loop(tiny, cache, state, 50, sample=rule)
     assert state.count.tolist() == [50] * 4
     once = len(traces)
     assert once <= 2
     for options, steps in ((SAMPLED, 1), (GREEDY, 49)):
         cache, state = begin(tiny, prompts[::-1], options, max_tokens=steps + 1)
-        run_steps(tiny, cache, state, sample=rule, max_steps=jnp.int32(steps))
+        loop(tiny, cache, state, steps, sample=rule)
     assert len(traces) == once
 
 
@@ -211,12 +219,13 @@ def nbytes(tree: Any) -> int:
 
 
 def test_the_cache_is_updated_in_place(no_type_checks, tiny, prompts):
+    _, state = begin(tiny, prompts)
     cache = init_cache(tiny.config, 4, MAX_LENGTH, block_size=BLOCK, num_blocks=60_000)
-    size = nbytes(cache)
-    cache, state = begin(tiny, prompts, cache=cache)
+    size, steps = nbytes(cache), jnp.int32(4)
+    tokens, lengths = np.ones((4, 16), np.int32), np.ones(4, np.int32)
     for compiled in (
-        run_steps.lower(tiny, cache, state, max_steps=jnp.int32(4)).compile(),
-        run_step.lower(tiny, cache, state.last).compile(),
+        run_steps.lower(tiny, cache, state, max_steps=steps).compile(),
+        run_prefill.lower(tiny, cache, tokens, lengths).compile(),
     ):
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= size
@@ -226,7 +235,7 @@ def test_the_cache_is_updated_in_place(no_type_checks, tiny, prompts):
 def test_donated_arrays_are_gone(tiny, prompts):
     cache, state = begin(tiny, prompts)
     before = jax.tree.leaves((cache, state))
-    run_steps(tiny, cache, state)
+    loop(tiny, cache, state)
     assert all(leaf.is_deleted() for leaf in before)
 
 
@@ -269,7 +278,7 @@ def test_logits_that_are_not_finite_end_their_row_alone(tiny, prompts, greedy, v
     token = next(t for t in prompts[1] if not any(t in row for row in greedy + prompts[2:]))
     assert token not in prompts[0]
     broken = with_broken_token(tiny, token, value)
-    state, cache = run_steps(broken, *begin(broken, prompts))
+    state, cache = loop(broken, *begin(broken, prompts))
     assert reasons(state) == [
         FinishReason.NOT_FINITE if row == 1 else FinishReason.LENGTH for row in range(4)
     ]
@@ -284,7 +293,7 @@ def test_a_row_may_break_in_the_middle(tiny, prompts, greedy):
     met = [token for token in greedy[2] if token not in prompts[2]]
     token = next(t for t in met if not any(t in text for text in prompts))
     broken = with_broken_token(tiny, token, np.nan)
-    state, _ = run_steps(broken, *begin(broken, prompts))
+    state, _ = loop(broken, *begin(broken, prompts))
     for found, tokens, reason in zip(outputs(state), greedy, reasons(state), strict=True):
         breaks = token in tokens[:-1]
         assert found == (tokens[: tokens.index(token) + 1] if breaks else tokens)
@@ -293,7 +302,7 @@ def test_a_row_may_break_in_the_middle(tiny, prompts, greedy):
 
 
 def test_a_row_without_room_ends_and_the_stream_says_so(tiny, prompts, greedy):
-    state, cache = run_steps(tiny, *begin(tiny, prompts, max_tokens=CAPACITY))
+    state, cache = loop(tiny, *begin(tiny, prompts, max_tokens=CAPACITY))
     assert reasons(state) == [*[FinishReason.LENGTH] * 3, FinishReason.CACHE_FULL]
     assert state.count.tolist() == [64, 64, 64, 57]
     assert [row[:50] for row in outputs(state)] == greedy
@@ -331,7 +340,7 @@ def test_no_token_at_all_is_refused(max_tokens):
 
 
 def test_a_row_ends_when_its_buffer_is_full(tiny, prompts, greedy):
-    state, _ = run_steps(tiny, *begin(tiny, [*prompts[:3], prompts[0]], max_tokens=10**6))
+    state, _ = loop(tiny, *begin(tiny, [*prompts[:3], prompts[0]], max_tokens=10**6))
     assert state.count.tolist() == [CAPACITY] * 4
     assert reasons(state) == [FinishReason.LENGTH] * 4
     assert outputs(state)[0][:50] == greedy[0]

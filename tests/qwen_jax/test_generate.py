@@ -1,0 +1,329 @@
+"""Text and ids in, text and ids out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import qwen_jax
+from benchmarks.parity import run_prompts
+from qwen_jax import CausalLM, GenerationResult, SamplingOptions
+from qwen_jax.compile_time import compile_seconds
+from qwen_jax.errors import RequestError
+from qwen_jax.text import Tokenizer
+
+# One number of new tokens and few batch sizes, so that few programs are compiled.
+NEW = 16
+TEXTS = ["And Moses said unto", "import sys\n", "In the beginning"]
+HOT = SamplingOptions(temperature=1.0, top_p=0.95, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(demo: tuple[CausalLM, Tokenizer]) -> CausalLM:
+    return demo[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: tuple[CausalLM, Tokenizer]) -> Tokenizer:
+    return demo[1]
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(text) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def greedy(model: CausalLM, tokenizer: Tokenizer) -> list[GenerationResult]:
+    """The greedy continuation of each text, all in one batch."""
+    return qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW)
+
+
+def test_results_of_a_batch(model, tokenizer, ids, greedy):
+    for row, result in enumerate(greedy):
+        assert result.index == row
+        assert result.prompt_tokens == len(ids[row])
+        assert result.generation_tokens == len(result.tokens) == len(result.logprobs) == NEW
+        assert result.finish_reason == "length"
+        assert result.text == tokenizer.decode(result.tokens, skip_special_tokens=True)
+        assert result.prompt_tps > 0
+        assert result.generation_tps > 0
+    assert "children of Israel" in greedy[0].text
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_a_prompt_gives_the_same_alone(model, tokenizer, greedy, row):
+    alone = qwen_jax.generate(model, tokenizer, TEXTS[row], max_tokens=NEW)
+    assert isinstance(alone, GenerationResult)
+    assert alone.index == 0
+    assert alone.tokens == greedy[row].tokens
+    assert alone.text == greedy[row].text
+    np.testing.assert_allclose(alone.logprobs, greedy[row].logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, jax.numpy.asarray, np.uint16])
+def test_ids_may_come_in_many_forms(model, tokenizer, ids, greedy, form):
+    result = qwen_jax.generate(model, tokenizer, form(ids[0]), max_tokens=NEW)
+    assert isinstance(result, GenerationResult)
+    assert result.tokens == greedy[0].tokens
+
+
+def test_a_batch_may_mix_text_and_ids(model, tokenizer, ids, greedy):
+    mixed = [TEXTS[0], ids[1], np.array(ids[2])]
+    results = qwen_jax.generate(model, tokenizer, mixed, max_tokens=NEW)
+    assert [result.tokens for result in results] == [result.tokens for result in greedy]
+
+
+def test_a_batch_of_one_is_a_list(model, tokenizer, ids, greedy):
+    for batch in ([TEXTS[0]], [ids[0]], np.array([ids[0]])):
+        (result,) = qwen_jax.generate(model, tokenizer, batch, max_tokens=NEW)
+        assert result.tokens == greedy[0].tokens
+
+
+def test_pieces_of_a_stream_join_to_the_result(model, tokenizer, greedy):
+    stops = [greedy[1].text[9:12]]
+    results = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW, stop=stops)
+    pieces = list(qwen_jax.stream_generate(model, tokenizer, TEXTS, max_tokens=NEW, stop=stops))
+    for row, result in enumerate(results):
+        mine = [piece for piece in pieces if piece.index == row]
+        assert "".join(piece.text for piece in mine) == result.text
+        assert [token for piece in mine for token in piece.tokens] == result.tokens
+        np.testing.assert_array_equal([p.logprobs[0] for p in mine], result.logprobs)
+        assert [piece.generation_tokens for piece in mine] == [*range(1, len(mine) + 1)]
+        assert [piece.finish_reason for piece in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == result.finish_reason
+    assert results[1].finish_reason == "stop"
+
+
+def test_logprobs_are_those_of_the_model(model, ids, greedy, demo_expected):
+    texts = [prompt + result.tokens for prompt, result in zip(ids, greedy, strict=True)]
+    width = max(map(len, demo_expected.prompts.values()))
+    filled = texts + [[1]] * (len(demo_expected.prompts) - len(texts))
+    logits = run_prompts(model, filled, width).logits
+    for row, (prompt, result) in enumerate(zip(ids, greedy, strict=True)):
+        there = logits[row, len(prompt) - 1 : len(prompt) - 1 + NEW]
+        expected = np.asarray(jax.nn.log_softmax(there, axis=-1))
+        assert expected.argmax(-1).tolist() == result.tokens
+        np.testing.assert_allclose(result.logprobs, expected.max(-1), atol=1e-4)
+
+
+@pytest.mark.parametrize("border", range(1, 12))
+def test_stop_strings_are_found_across_tokens(model, tokenizer, greedy, border):
+    """The end of one token and the beginning of the next make a stop string."""
+    tokens = greedy[0].tokens
+    pieces = [tokenizer.decode([token]) for token in tokens]
+    stop = pieces[border - 1][-2:] + pieces[border][:2]
+    result = qwen_jax.generate(
+        model, tokenizer, TEXTS[0], max_tokens=NEW, stop=[stop, "never in this text"]
+    )
+    text = greedy[0].text
+    end = text.index(stop)
+    assert result.text == text[:end]
+    assert result.finish_reason == "stop"
+    # The last token is the one that completes the stop string.
+    assert result.tokens == tokens[: len(result.tokens)]
+    assert stop in tokenizer.decode(result.tokens)
+    assert stop not in tokenizer.decode(result.tokens[:-1])
+    assert len(result.logprobs) == len(result.tokens) == result.generation_tokens
+
+
+def test_a_single_stop_string_and_none(model, tokenizer, greedy):
+    stop = greedy[0].text[5:8]
+    result = qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW, stop=stop)
+    assert result.text == greedy[0].text[: greedy[0].text.index(stop)]
+    for nothing in (None, (), []):
+        result = qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW, stop=nothing)
+        assert result.text == greedy[0].text
+
+
+def edit(path: Path, **fields: Any) -> None:
+    path.chmod(0o644)
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.fixture(scope="module")
+def ends(greedy: list[GenerationResult]) -> list[int]:
+    """A token of each continuation that the others do not have."""
+    rows = [result.tokens for result in greedy]
+    return [
+        next(t for t in row[3:] if not any(t in other for other in rows if other is not row))
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def doctored(demo_path: Path, tokenizer: Tokenizer, ends: list[int], tmp_path_factory) -> Path:
+    """The demo with another end token in each of its three files."""
+    folder = tmp_path_factory.mktemp("doctored") / "model"
+    shutil.copytree(demo_path, folder)
+    folder.chmod(0o755)
+    config = json.loads((folder / "config.json").read_text())
+    edit(folder / "config.json", text_config=config["text_config"] | {"eos_token_id": ends[0]})
+    edit(folder / "generation_config.json", eos_token_id=[4091, ends[1]])
+    edit(folder / "tokenizer_config.json", eos_token=tokenizer.decode([ends[2]]))
+    return folder
+
+
+def test_end_tokens_of_all_files_stop(doctored, ends, greedy):
+    model, tokenizer = qwen_jax.load(doctored, dtype="float32")
+    assert model.config.eos_token_id == (ends[0], 4091, ends[1], ends[2])
+    results = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW)
+    for row, result in enumerate(results):
+        tokens = greedy[row].tokens
+        assert result.finish_reason == "stop"
+        assert result.tokens == tokens[: tokens.index(ends[row]) + 1]
+        assert result.text == tokenizer.decode(result.tokens[:-1])
+        assert result.generation_tokens == len(result.tokens)
+    ignoring = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW, ignore_eos=True)
+    assert [result.tokens for result in ignoring] == [result.tokens for result in greedy]
+
+
+def test_ids_alone_need_no_tokenizer(model, ids, greedy):
+    result = qwen_jax.generate(model, None, ids[0], max_tokens=NEW)
+    assert (result.tokens, result.text) == (greedy[0].tokens, "")
+    with pytest.raises(RequestError, match="prompt 1 is text, but this model folder has no tok"):
+        qwen_jax.generate(model, None, [ids[0], TEXTS[0]])
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        qwen_jax.generate(model, None, ids[0], stop="x")
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled(model, tokenizer):
+    narrow = copy.copy(tokenizer)
+    narrow.__dict__["vocab_size"] = 300
+    for options in (SamplingOptions(), SamplingOptions(temperature=5.0, seed=1)):
+        result = qwen_jax.generate(model, narrow, TEXTS[0], max_tokens=NEW, sampling=options)
+        assert max(result.tokens) < 300
+        assert np.isfinite(result.logprobs).all()
+
+
+def test_seeds_repeat_whatever_the_batch(model, tokenizer):
+    options = [SamplingOptions(temperature=2.0, seed=8), HOT, SamplingOptions(temperature=1.5)]
+    batch = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW, sampling=options)
+    again = qwen_jax.generate(model, tokenizer, TEXTS[1], max_tokens=NEW, sampling=HOT)
+    assert again.text == batch[1].text
+    other = SamplingOptions(temperature=1.0, top_p=0.95, seed=4)
+    assert qwen_jax.generate(model, tokenizer, TEXTS[1], max_tokens=NEW, sampling=other) != again
+    free = [
+        qwen_jax.generate(
+            model, tokenizer, TEXTS[1], max_tokens=NEW, sampling=SamplingOptions(temperature=1.0)
+        )
+        for _ in range(2)
+    ]
+    assert free[0].tokens != free[1].tokens
+
+
+def test_a_repetition_penalty_sees_the_prompt(model, tokenizer, greedy):
+    options = SamplingOptions(repetition_penalty=1e6)
+    result = qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW, sampling=options)
+    assert len({*tokenizer.encode(TEXTS[0]), *result.tokens}) == 4 + NEW
+    assert result.tokens != greedy[0].tokens
+
+
+def test_no_new_tokens_is_an_empty_result(model, tokenizer):
+    results = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=0)
+    for row, result in enumerate(results):
+        assert (result.text, result.tokens, result.logprobs) == ("", [], [])
+        assert (result.finish_reason, result.generation_tokens) == ("length", 0)
+        assert (result.prompt_tokens, result.index) == (len(tokenizer.encode(TEXTS[row])), row)
+
+
+def test_without_max_tokens_the_context_is_filled(model, tokenizer, greedy):
+    result = qwen_jax.generate(model, tokenizer, TEXTS[0], max_model_len=4 + NEW)
+    assert result.tokens == greedy[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "prompt 0 is empty; give at least one token"),
+        ([], {}, "prompt is empty; give text or at least one token id"),
+        ([[]], {}, "prompt 0 is empty"),
+        (["And", ""], {}, "prompt 1 is empty"),
+        (np.zeros((0,), np.int32), {}, "prompt is empty"),
+        ([5, 4096], {}, "prompt 0: id 4096 is outside the vocabulary; accepted are 0 to 4095"),
+        ([[5], [-1]], {}, "prompt 1: id -1 is outside the vocabulary"),
+        ([2**70], {}, "prompt 0 holds object values; accepted is a list of token ids"),
+        ([1.5], {}, "prompt 0 holds float64 values"),
+        ([True], {}, "prompt 0 holds bool values"),
+        ([None], {}, "prompt 0 holds object values"),
+        ([1, "And"], {}, "prompt 0 holds "),
+        ([[1, [2]]], {}, "prompt 0 is nested"),
+        (None, {}, "prompt is of type NoneType; accepted are text, a list of token ids, or a list"),
+        (b"And", {}, "prompt is of type bytes"),
+        (7, {}, "prompt is of type int"),
+        ([[1], 2], {}, "prompt 1 is of type int"),
+        ([[1], b"And"], {}, "prompt 1 is of type bytes"),
+        ("\ud800", {}, "Unicode|UTF-8|surrogate"),
+        (
+            [1] * 9000,
+            {},
+            "a prompt of 9000 tokens and max_tokens 0 need 9000, but the context is 8",
+        ),
+        ([1] * 8000, {"max_tokens": 193}, "max_tokens 193 need 8193, but the context is 8192"),
+        ([1] * 20, {"max_model_len": 20, "max_tokens": 1}, "need 21, but the context is 20"),
+        ([1] * 21, {"max_model_len": 20, "max_tokens": 0}, "need 21, but the context is 20"),
+        ([1], {"max_tokens": 10**9}, "max_tokens 1000000000 need 1000000001"),
+        ([1], {"max_tokens": -1}, "max_tokens is -1; accepted is a whole number from 0 on"),
+        ([1], {"max_tokens": 1.5}, "max_tokens is 1.5"),
+        ([1], {"max_tokens": "5"}, "max_tokens is '5'"),
+        ([1], {"max_tokens": True}, "max_tokens is True"),
+        ([1], {"max_model_len": 0}, "max_model_len is 0; accepted is a whole number from 1 on"),
+        ([1], {"max_model_len": "8"}, "max_model_len is '8'"),
+        ([1], {"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
+        ([1], {"stop": [""]}, "stop string"),
+        ([1], {"stop": [3]}, "stop string"),
+        ([1], {"sampling": [SamplingOptions()] * 2}, "2 sampling options for 1 prompts"),
+        ([1], {"sampling": {"temperature": 1}}, "accepted are SamplingOptions"),
+        ([1], {"sampling": 0.5}, "accepted are SamplingOptions"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_work(model, tokenizer, prompt, options, message):
+    before = compile_seconds()
+    with pytest.raises(RequestError, match=message):
+        qwen_jax.stream_generate(model, tokenizer, prompt, **options)
+    with pytest.raises(RequestError, match=message):
+        qwen_jax.generate(model, tokenizer, prompt, **options)
+    assert compile_seconds() == before
+
+
+def test_logits_that_are_not_finite_are_an_error(model, tokenizer, ids):
+    graph, state = nnx.split(model)
+    broken = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    weight = broken.embed_tokens.weight
+    weight.set_value(weight.get_value().at[ids[0][-1]].set(np.nan))
+    with pytest.raises(FloatingPointError, match=r"rows \[0\]: the model gave NaN or infinite"):
+        qwen_jax.generate(broken, tokenizer, TEXTS[0], max_tokens=NEW)
+
+
+def test_nothing_is_compiled_twice(model, tokenizer, greedy):
+    qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW)
+    before = compile_seconds()
+    for prompt, options in ((TEXTS[1], HOT), ([1] * 16, None), ("a", None), ([5] * 9, HOT)):
+        qwen_jax.generate(model, tokenizer, prompt, max_tokens=NEW, sampling=options)
+    qwen_jax.generate(model, tokenizer, TEXTS[::-1], max_tokens=NEW, sampling=HOT)
+    assert compile_seconds() == before
+
+
+def test_prompts_of_any_length_share_few_programs(model, monkeypatch, greedy):
+    traces = []
+    forward = CausalLM.forward
+
+    def counted(*arguments: Any) -> Any:
+        traces.append(1)
+        return forward(*arguments)
+
+    qwen_jax.generate(model, None, [1], max_tokens=NEW)
+    monkeypatch.setattr(CausalLM, "forward", counted)
+    for length in (1, 2, 7, 15, 16, 17, 25, 32, 33, 39, 40):
+        result = qwen_jax.generate(model, None, [9] * length, max_tokens=NEW)
+        assert result.prompt_tokens == length
+    # Prompts of up to 16, 32 and 64 tokens; the first of these is known already.
+    assert len(traces) == 2
