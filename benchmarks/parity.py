@@ -83,66 +83,63 @@ def run_prompts(model: CausalLM, prompts: Sequence[Sequence[int]], width: int = 
 def prompt_figures(expected: Expected, output: ModelOutput) -> Iterator[Figure]:
     """Every array of the npz file against the output of `run_prompts` over its prompts."""
     for row, (name, prompt) in enumerate(expected.prompts.items()):
-        logits = np.asarray(output.logits[row, : len(prompt)])
-        last8 = expected.arrays[f"{name}.logits_last8"]
-        yield _relative(f"{name}.logits_last8", logits[-len(last8) :], last8, last8.std())
-        total = np.asarray(jax.nn.logsumexp(output.logits[row, : len(prompt)], axis=-1))
-        yield _relative(f"{name}.logsumexp", total, None, last8.std(), expected)
-        yield _argmax(f"{name}.argmax", logits, expected)
-        chosen = logits[np.arange(len(prompt) - 1), prompt[1:]] - total[:-1]
-        yield _relative(f"{name}.next_token_logprob", chosen, None, last8.std(), expected)
-        yield _hidden(f"{name}.hidden_last", output, row, len(prompt), expected)
-        if f"{name}.expert_counts" in expected.arrays:
-            yield _counts(f"{name}.expert_counts", output, row, len(prompt), expected)
+        length, arrays = len(prompt), expected.arrays
+        logits = np.asarray(output.logits[row, :length])
+        total = np.asarray(jax.nn.logsumexp(output.logits[row, :length], axis=-1))
+        chosen = logits[np.arange(length - 1), prompt[1:]] - total[:-1]
+        std = arrays[f"{name}.logits_last8"].std()
+        for array, found in (
+            (f"{name}.logits_last8", logits[-8:]),
+            (f"{name}.logsumexp", total),
+            (f"{name}.next_token_logprob", chosen),
+        ):
+            yield _relative(array, found, arrays[array], std)
+        yield _argmax(f"{name}.argmax", logits, arrays)
+        yield _hidden(f"{name}.hidden_last", output, row, length, arrays)
+        if f"{name}.expert_counts" in arrays:
+            yield _counts(f"{name}.expert_counts", output, row, length, arrays)
         if f"aux_loss_{name}" in expected.values:
             valid = np.zeros(output.logits.shape[:2], bool)
-            valid[row, : len(prompt)] = True
+            valid[row, :length] = True
             loss = balance_loss(output.routing, valid)
             difference = abs(loss - expected.values[f"aux_loss_{name}"])
             yield Figure(f"aux_loss_{name}", "|difference|", difference, LOSS_BAR)
 
 
-def _relative(
-    name: str,
-    found: np.ndarray,
-    wanted: np.ndarray | None,
-    std: float,
-    expected: Expected | None = None,
-) -> Figure:
+def _relative(name: str, found: np.ndarray, wanted: np.ndarray, std: float | np.ndarray) -> Figure:
     """Largest difference over `std`; an array of another shape misses the bar."""
-    if wanted is None:
-        assert expected is not None
-        wanted = expected.arrays[name]
     value = np.inf
     if found.shape == wanted.shape:
-        value = float(np.abs(found - wanted).max(initial=0.0) / std)
+        value = float((np.abs(found - wanted) / std).max(initial=0.0))
     return Figure(name, "|difference| / std", value, RELATIVE_BAR)
 
 
-def _argmax(name: str, logits: np.ndarray, expected: Expected) -> Figure:
+def _argmax(name: str, logits: np.ndarray, arrays: dict[str, np.ndarray]) -> Figure:
     """Number of positions with another best token, where the best two are apart."""
     second, first = np.sort(logits, axis=-1)[:, -2:].T
-    differs = logits.argmax(-1) != expected.arrays[name]
+    differs = logits.argmax(-1) != arrays[name]
     return Figure(name, "wrong tokens", int((differs & (first - second > CLOSE_TOKENS)).sum()), 0)
 
 
-def _hidden(name: str, output: ModelOutput, row: int, length: int, expected: Expected) -> Figure:
+def _hidden(
+    name: str, output: ModelOutput, row: int, length: int, arrays: dict[str, np.ndarray]
+) -> Figure:
     """Hidden states of the last token, each layer relative to its own spread."""
-    assert output.hidden_states is not None
-    found = np.stack([np.asarray(state[row, length - 1]) for state in output.hidden_states])
-    wanted = expected.arrays[name]
-    std = wanted.std(axis=-1, keepdims=True)
-    return _relative(name, found / std, wanted / std, 1.0)
+    states = output.hidden_states or ()
+    found = np.stack([np.asarray(state[row, length - 1]) for state in states])
+    return _relative(name, found, arrays[name], arrays[name].std(axis=-1, keepdims=True))
 
 
-def _counts(name: str, output: ModelOutput, row: int, length: int, expected: Expected) -> Figure:
+def _counts(
+    name: str, output: ModelOutput, row: int, length: int, arrays: dict[str, np.ndarray]
+) -> Figure:
     """Tokens with another set of experts, by how often each expert was chosen in each layer.
 
     A token whose last chosen and first unchosen expert are close may change one for the other,
     which moves two counts.
     """
     wrong = 0
-    for routing, wanted in zip(output.routing.values(), expected.arrays[name], strict=True):
+    for routing, wanted in zip(output.routing.values(), arrays[name], strict=True):
         ids = np.asarray(routing.ids[row, :length])
         ranked = np.sort(np.asarray(routing.logits[row, :length]), axis=-1)[:, ::-1]
         chosen = ids.shape[-1]
@@ -160,7 +157,6 @@ def balance_loss(routing: dict[int, Routing], valid: np.ndarray) -> float:
     """
     chosen, probability = [], []
     for choice in routing.values():
-        assert choice.logits is not None
         logits = np.asarray(choice.logits)[valid].astype(np.float64)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         probability.append(weights / weights.sum(-1, keepdims=True))
@@ -178,7 +174,7 @@ def greedy_figures(model: CausalLM, expected: Expected) -> Iterator[Figure]:
     most = max(len(ids) for ids in wanted.values())
     results = qwen_jax.generate(model, None, prompts, max_tokens=most, ignore_eos=True)
     for (name, ids), prompt, result in zip(wanted.items(), prompts, results, strict=True):
-        same = [a == b for a, b in zip(ids, result.tokens, strict=False)]
+        same = [a == b for a, b in zip(ids, result.tokens[: len(ids)], strict=True)]
         wrong = len(same) - sum(same)
         if wrong and _margin(model, prompt + ids[: same.index(False)]) <= CLOSE_TOKENS:
             wrong = 0

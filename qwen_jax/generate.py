@@ -114,7 +114,7 @@ def _run(
         logits,
         max_tokens=jnp.asarray(max_tokens, jnp.int32),
         capacity=bucket(max_tokens, max_tokens * 2),
-        stop_ids=jnp.asarray(() if ignore_eos else model.config.eos_token_id, jnp.int32),
+        stop_ids=_stop_ids(() if ignore_eos else model.config.eos_token_id),
         sampling=SamplingParams.stack(params),
         vocab_size=_sampled_ids(model, tokenizer),
         prompt_tokens=_tokens_present(ids, params, model.config.vocab_size),
@@ -220,6 +220,11 @@ def _sampled_ids(model: CausalLM, tokenizer: Tokenizer | None) -> np.ndarray:
     vocabulary = model.config.vocab_size
     known = vocabulary if tokenizer is None else min(vocabulary, tokenizer.vocab_size)
     return np.asarray(known, np.int32)
+
+
+def _stop_ids(ids: Sequence[int]) -> np.ndarray:
+    """The ids, filled up with -1 to a multiple of 4, so that few shapes are ever compiled."""
+    return np.array([*ids, *[-1] * max(-len(ids) % 4, 4 * (not ids))], np.int32)
 
 
 def _tokens_present(

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .triangular import unit_lower_inverse
+
 CHUNK = 64
 
 # On a GPU the default would round float32 operands to TF32, and the state remembers every rounding.
@@ -53,10 +55,6 @@ def chunked_rule(
 ) -> tuple[Float[Array, "B T M R"], Float[Array, "B M Q R"]]:
     """The rule in chunks of 64 tokens: dense products inside, one state update a chunk, float32.
 
-    The within-chunk system (I + A) is solved by substitution. Its inverse as a product of powers of
-    A is tempting on a GPU but loses everything on repetitive text, where the powers grow like
-    binomial coefficients before they cancel.
-
     Args:
         q: queries, L2-normalised and scaled.
         k: keys, L2-normalised.
@@ -89,9 +87,7 @@ def chunked_rule(
     overlap = _einsum("cbmiq,cbmjq->cbmij", k, k) * decay * beta[..., :, None]
     system = jnp.where((row > column)[None, None, None], overlap, 0.0)
     right = jnp.concatenate([v, k * jnp.exp(total)[..., None]], axis=-1) * beta[..., None]
-    solved = jax.lax.linalg.triangular_solve(
-        system, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = _einsum("cbmij,cbmjs->cbmis", unit_lower_inverse(system), right)
     values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
     attention = _einsum("cbmiq,cbmjq->cbmij", q, k) * decay
     queries = q * jnp.exp(total)[..., None]

@@ -99,8 +99,9 @@ def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
         return total.at[token].add(down * strength[:, None], mode="drop"), None
 
     # Not jnp.zeros: XLA makes one constant of all layers' zeros and copies it for each of them
-    # at the program's start, so that every layer's copy is alive at once.
-    zeros = x.astype(jnp.float32) * 0.0
+    # at the program's start, so that every layer's copy is alive at once. And not x * 0, since a
+    # token of padding may be NaN.
+    zeros = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) * 0.0
     total, _ = jax.lax.scan(work, zeros, (expert, token, strength))
     return total
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,7 @@ def _check_room(cache: Cache, new: np.ndarray) -> None:
         )
 
 
-def check_ids(prompt: Sequence[int], vocab_size: int, row: int) -> None:
+def check_ids(prompt: Sequence[Any], vocab_size: int, row: int) -> None:
     """Refuse an empty prompt and ids outside the vocabulary."""
     if len(prompt) == 0:
         raise RequestError(f"prompt {row} is empty; give at least one token")

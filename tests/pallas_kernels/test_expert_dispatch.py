@@ -210,6 +210,20 @@ def test_memory_is_bounded_by_what_is_routed(tokens, experts):
     if tokens <= GATHER_TOKENS:
         assert memory < min(64, slots) * (one_expert + 8 * width)
     else:
-        assert memory < 2 * one_expert + 4 * slots * width
+        assert memory < one_expert + 2 * tokens * width + 4 * slots
     flops = compiled.cost_analysis()["flops"]  # the body of a loop counts once
     assert flops < 2 * tokens * experts * one_expert / 8
+
+
+def test_memory_does_not_grow_with_the_number_of_layers():
+    x, *routed = arguments(512, 8, 8)
+
+    def memory(layers: int) -> int:
+        def stack(x, *routed):
+            for _ in range(layers):
+                x = x + expert_dispatch(x, *routed)
+            return x
+
+        return jax.jit(stack).lower(x, *routed).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(4) < memory(1) + 2 * 4 * math.prod(x.shape)

@@ -115,7 +115,7 @@ def test_logprobs_are_those_of_the_model(model, ids, greedy, demo_expected):
         np.testing.assert_allclose(result.logprobs, expected.max(-1), atol=1e-4)
 
 
-@pytest.mark.parametrize("border", range(1, 12))
+@pytest.mark.parametrize("border", [1, 2, 4, 7, 11])
 def test_stop_strings_are_found_across_tokens(model, tokenizer, greedy, border):
     """The end of one token and the beginning of the next make a stop string."""
     tokens = greedy[0].tokens
@@ -168,7 +168,7 @@ def doctored(demo_path: Path, tokenizer: Tokenizer, ends: list[int], tmp_path_fa
     config = json.loads((folder / "config.json").read_text())
     edit(folder / "config.json", text_config=config["text_config"] | {"eos_token_id": ends[0]})
     edit(folder / "generation_config.json", eos_token_id=[4091, ends[1]])
-    edit(folder / "tokenizer_config.json", eos_token=tokenizer.decode([ends[2]]))
+    edit(folder / "tokenizer_config.json", eos_token=tokenizer.id_to_token(ends[2]))
     return folder
 
 
