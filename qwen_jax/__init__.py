@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .decode import prefill_prompts as prefill_prompts
     from .decode import sample as sample
     from .decode import stream as stream
-    from .generate import generate as generate
-    from .generate import stream_generate as stream_generate
-    from .load import load as load
+    from .generation import generate as generate
+    from .generation import stream_generate as stream_generate
+    from .loading import load as load
     from .model import CausalLM as CausalLM
     from .model import initialise as initialise
     from .transcript import GenerationResult as GenerationResult
@@ -52,8 +52,8 @@ _HOME = {
         "sample",
         "stream",
     ),
-    "generate": ("generate", "stream_generate"),
-    "load": ("load",),
+    "generation": ("generate", "stream_generate"),
+    "loading": ("load",),
     "model": ("CausalLM", "initialise"),
     "transcript": ("GenerationResult",),
 }

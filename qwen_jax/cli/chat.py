@@ -20,8 +20,8 @@ from .thinking import Part, ThinkParser
 
 if TYPE_CHECKING:
     from ..decode import SamplingOptions
-    from ..generate import GenerationResult
     from ..model import CausalLM
+    from ..transcript import GenerationResult
 
 DEFAULT_MAX_TOKENS = 1024
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a reply"
@@ -107,7 +107,7 @@ class Conversation:
 
     def refuse_early(self) -> None:
         """Raise what a short first turn would, before the weights are read."""
-        from ..generate import stream_generate
+        from ..generation import stream_generate
         from ..model import CausalLM
 
         most = 1 if self.limits.max_tokens is None else min(self.limits.max_tokens, 1)
@@ -126,7 +126,7 @@ class Conversation:
                 refuses the message.
             MemoryLimitError: the device has no room for the cache.
         """
-        from ..generate import stream_generate
+        from ..generation import stream_generate
 
         assert self.model is not None and self.folder.tokenizer is not None
         prompt = self.prompt(text)

@@ -15,7 +15,7 @@ from .loading import ModelFolder
 from .options import DType, LimitFlags, SamplingFlags, Switch, TemplateFlags, Text
 
 if TYPE_CHECKING:
-    from ..generate import GenerationResult
+    from ..transcript import GenerationResult
 
 _SAMPLING, _LIMITS, _TEMPLATE = SamplingFlags(), LimitFlags(), TemplateFlags()
 
@@ -85,7 +85,7 @@ class _Request:
 
     def run(self, notes: Notes, *, show: bool) -> tuple[GenerationResult, float]:
         """The whole result, and the seconds that compilation took; the text is shown on the way."""
-        from ..generate import stream_generate
+        from ..generation import stream_generate
 
         self._refuse_early()
         model = self.folder.load(notes)
@@ -103,7 +103,7 @@ class _Request:
 
     def _refuse_early(self) -> None:
         """Raise what `stream_generate` would, on shapes alone, and refuse what cannot fit."""
-        from ..generate import DEFAULT_MAX_TOKENS, stream_generate
+        from ..generation import DEFAULT_MAX_TOKENS, stream_generate
         from ..model import CausalLM
 
         stream_generate(

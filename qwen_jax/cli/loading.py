@@ -52,7 +52,7 @@ class ModelFolder:
             ConfigError: the configuration is malformed or not implemented.
             RequestError: the name is a preset's, which has no weights.
         """
-        from ..load import find_folder
+        from ..loading import find_folder
         from ..text import Tokenizer
 
         if name.lower() in PRESET_NAMES and not Path(name).exists():
@@ -104,7 +104,7 @@ class ModelFolder:
     def load(self, notes: Notes) -> CausalLM:
         """Read the weights."""
         from ..accounting import weight_bytes
-        from ..load import load
+        from ..loading import load
 
         begin = time.perf_counter()
 

@@ -24,7 +24,7 @@ from ..config import QwenConfig
 from ..decode import DecodeState, init_state, prefill_prompts
 from ..decode.loop import raise_on_failure, run_steps
 from ..errors import RequestError
-from ..load import load
+from ..loading import load
 from ..memory import peak_memory, refuse_unless_fits
 from ..model import CausalLM, initialise
 from .bench_request import BenchRequest

@@ -40,7 +40,7 @@ def find_shape(name: str) -> Shape:
     """
     if not Path(name).exists() and name.lower() in PRESET_NAMES:
         return Shape(name, QwenConfig.preset(name), None)
-    from ..load import DEMO, find_folder
+    from ..loading import DEMO, find_folder
 
     if name != DEMO and not Path(name).exists() and os.sep not in name:
         raise RequestError(

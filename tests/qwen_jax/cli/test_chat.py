@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qwen_jax.generate import generate
-from qwen_jax.load import load
+from qwen_jax.generation import generate
+from qwen_jax.loading import load
 
 FLAGS = ("--max-tokens", "8", "--no-enable-thinking")
 
@@ -95,7 +95,7 @@ def test_bad_flag_is_refused_before_loading(run, model, flags, words):
 
 
 def test_interrupt_stops_the_reply_and_keeps_what_was_said(run, model, monkeypatch):
-    module = importlib.import_module("qwen_jax.generate")
+    module = importlib.import_module("qwen_jax.generation")
     stream = module.stream_generate
     prompts = []
 

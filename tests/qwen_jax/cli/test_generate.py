@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from qwen_jax.generate import GenerationResult, generate
-from qwen_jax.load import load
+from qwen_jax import GenerationResult, generate
+from qwen_jax.loading import load
 
 PROMPT = "And Moses said unto"
 

@@ -51,8 +51,17 @@ class Run:
         return np.asarray(self.output.logits[row, : len(self.texts[row])])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _fast_compile() -> Iterator[None]:
+    """Compile without optimisations: no program here runs more than a few times."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module", params=case_names())
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     case, arrays = load_case(request.param)
     folder = write_checkpoint(tmp_path_factory.mktemp(request.param), case)
     model = load(folder)
@@ -64,8 +73,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             for row, keep in zip(arrays["batch_tokens"], arrays["batch_mask"], strict=True)
         ),
     ]
-    with unoptimised():
-        yield Run(case, arrays, model, texts, run_prompts(model, [t.tolist() for t in texts]))
+    return Run(case, arrays, model, texts, run_prompts(model, [t.tolist() for t in texts]))
 
 
 def load(folder: Path) -> CausalLM:
@@ -75,3 +83,126 @@ def load(folder: Path) -> CausalLM:
         model, tokenizer = qwen_jax.load(folder, dtype="float32")
     assert tokenizer is None
     return model
+
+
+def difference(found: np.ndarray, expected: np.ndarray, std: float | np.ndarray) -> float:
+    """Largest difference over `std`; NaN counts as infinite."""
+    assert found.shape == expected.shape
+    return float(np.nan_to_num(np.abs(found - expected) / std, nan=np.inf).max())
+
+
+def test_logits(run):
+    logits = run.logits(0)
+    assert difference(logits[run.arrays["positions"]], run.arrays["logits"], run.std) <= BAR
+    total = np.asarray(jax.nn.logsumexp(run.output.logits[0], axis=-1))
+    assert difference(total, run.arrays["logsumexp"], run.std) <= BAR
+    clear = run.arrays["top2_margin"] > 1e-2
+    assert clear.mean() > 0.9
+    np.testing.assert_array_equal(logits.argmax(-1)[clear], run.arrays["argmax"][clear])
+
+
+def test_hidden_states(run):
+    expected = run.arrays["hidden"]
+    # The output of the last layer before the final norm is not among a model's hidden states.
+    expected = np.delete(expected, -2, axis=0)
+    found = np.stack([np.asarray(state[0, -1]) for state in run.output.hidden_states])
+    assert difference(found, expected, expected.std(axis=-1, keepdims=True)) <= BAR
+
+
+def test_routing(run):
+    assert [*run.output.routing] == run.case["moe_layers"]
+    if not run.case["moe_layers"]:
+        return
+    routing = run.output.routing.values()
+    ids = np.stack([np.asarray(choice.ids[0]) for choice in routing])
+    weights = np.stack([np.asarray(choice.weights[0]) for choice in routing])
+    assert run.case["statistics"]["router_logit_gap_min"] > 1e-3
+    np.testing.assert_array_equal(ids, run.arrays["router_ids"])
+    assert difference(weights, run.arrays["router_weights"], 1.0) <= BAR
+
+
+def test_balance_loss(run):
+    if not run.case["moe_layers"]:
+        return
+    lengths = np.array([*map(len, run.texts)])
+    rows = np.arange(len(lengths))[:, None]
+    real = np.arange(lengths.max()) < lengths[:, None]
+    for name, chosen in (("aux_loss", rows == 0), ("batch_aux_loss", rows >= 2)):
+        loss = balance_loss(run.output.routing, real & chosen)
+        assert loss == pytest.approx(run.arrays[name], abs=1e-5)
+
+
+def test_greedy_tokens_by_one_pass(run):
+    logits = run.logits(1)[len(run.arrays["greedy_prompt"]) - 1 :]
+    assert difference(logits, run.arrays["greedy_logits"], run.std) <= BAR
+    assert run.arrays["greedy_margin"].min() > 1e-2
+    np.testing.assert_array_equal(logits.argmax(-1), run.arrays["greedy_tokens"])
+
+
+def test_ragged_batch_padded_on_the_right(run):
+    found = np.stack([run.logits(row)[-1] for row in (2, 3, 4)])
+    assert difference(found, run.arrays["batch_logits"], run.std) <= BAR
+
+
+def test_ragged_batch_padded_on_the_left_into_a_cache(run):
+    """The fourth row is the greedy prompt."""
+    prompt, mask = run.arrays["greedy_prompt"], run.arrays["batch_mask"]
+    tokens = np.full((4, mask.shape[1]), 1, np.int32)
+    tokens[:3] = run.arrays["batch_tokens"]
+    tokens[3, -len(prompt) :] = prompt
+    lengths = np.array([*mask.sum(1), len(prompt)], np.int32)
+    cache = init_cache(run.model.config, 4, 64, block_size=16)
+    output, cache = run_prefill(run.model, cache, tokens, lengths, padding="left")
+    expected = np.concatenate([run.arrays["batch_logits"], run.arrays["greedy_logits"][:1]])
+    assert difference(np.asarray(output.logits), expected, run.std) <= BAR
+    np.testing.assert_array_equal(cache.length, lengths)
+
+
+def check_generated(case: dict[str, Any], arrays: dict[str, np.ndarray], folder: Path) -> None:
+    model = load(write_checkpoint(folder, case, shards=3))
+    wanted = arrays["greedy_tokens"]
+    result = qwen_jax.generate(
+        model, None, arrays["greedy_prompt"], max_tokens=len(wanted), ignore_eos=True
+    )
+    assert result.tokens == wanted.tolist()
+    total = jax.nn.logsumexp(arrays["greedy_logits"], axis=-1)
+    np.testing.assert_allclose(
+        result.logprobs, arrays["greedy_logits"].max(-1) - total, atol=BAR * arrays["logits"].std()
+    )
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_generated_tokens(name, tmp_path):
+    check_generated(*load_case(name), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in case_names() if name not in DECODED])
+def test_generated_tokens_of_the_other_cases(name, tmp_path):
+    check_generated(*load_case(name), tmp_path)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_inverse_frequencies(name):
+    expected = ROPES[name]
+    fields = {
+        "vocab_size": 8,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 8,
+        "moe_intermediate_size": 8,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "shared_expert_intermediate_size": 0,
+        "tie_word_embeddings": True,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        config = QwenConfig.from_hf(fields | expected["config"])
+    assert config.rotary_dim == expected["rotary_dim"]
+    found, factor = inverse_frequencies(config.rope_parameters, config.rotary_dim)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected["inv_freq"], rtol=1e-6)
+    assert factor == pytest.approx(expected["attention_factor"], rel=1e-7)
