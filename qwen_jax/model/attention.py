@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import block_attention, flash_attention
+from pallas_kernels.block_attention import block_attention
+from pallas_kernels.flash_attention import flash_attention
 
 from ..cache import KVBlocks, append
 from ..config import QwenConfig

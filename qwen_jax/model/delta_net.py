@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import gated_delta_rule
+from pallas_kernels.delta_rule import gated_delta_rule
 
 from ..cache import RecurrentState, empty_recurrent
 from ..config import QwenConfig

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels import expert_dispatch
+from pallas_kernels.expert_dispatch import expert_dispatch
 
 from ..config import QwenConfig
 from .layers import MLP, Linear, parameter

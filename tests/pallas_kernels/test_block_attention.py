@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import block_attention, flash_attention
+from pallas_kernels.block_attention import block_attention
+from pallas_kernels.flash_attention import flash_attention
 
 run = jax.jit(block_attention, static_argnames="window")
 run_flash = jax.jit(flash_attention, static_argnames="window")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_delta_rule
+from pallas_kernels.delta_rule import gated_delta_rule
 
 run = jax.jit(gated_delta_rule)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import expert_dispatch
+from pallas_kernels.expert_dispatch import expert_dispatch
 from pallas_kernels.expert_dispatch.reference import GATHER_TOKENS
 
 run = jax.jit(expert_dispatch)

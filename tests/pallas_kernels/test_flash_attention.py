@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import flash_attention
-from pallas_kernels.flash_attention import reference
+from pallas_kernels.flash_attention import flash_attention, reference
 
 run = jax.jit(flash_attention, static_argnames="window")
 
