@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
     args = parser.parse_args()
 
     config = first_layers(QwenConfig.preset(args.preset), args.layers)
@@ -90,6 +91,7 @@ def main() -> int:
         "host_seconds": time.perf_counter() - begin,
         "figures": figures,
     }
+    report["commit"] = report["commit"] or args.commit
     if args.output:
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for name, value in figures.items():
