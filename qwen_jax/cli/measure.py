@@ -26,7 +26,7 @@ from ..decode.loop import raise_on_failure, run_steps
 from ..errors import RequestError
 from ..loading import load
 from ..memory import peak_memory, refuse_unless_fits
-from ..model import CausalLM, initialise
+from ..model import CausalLM, FlatModel, initialise
 from .bench_request import BenchRequest
 from .loading import choose_dtype
 from .shape import Shape, find_shape
@@ -166,6 +166,7 @@ class _Bench:
 
     def __init__(self, model: CausalLM, request: BenchRequest) -> None:
         self._model = model
+        self._flat = FlatModel.of(model)
         self._request = request
         shape = (request.batch_size, request.prompt_tokens)
         self._prompts = (
@@ -210,7 +211,7 @@ class _Bench:
         return state, cache
 
     def _steps(self, state: DecodeState, cache: Cache, steps: int) -> tuple[DecodeState, Cache]:
-        state, cache = run_steps(self._model, cache, state, max_steps=jnp.int32(steps))
+        state, cache = run_steps(self._flat, cache, state, max_steps=jnp.int32(steps))
         jax.device_get(state.last)
         return state, cache
 

@@ -3,6 +3,7 @@
 They give the same tokens.
 """
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Int
 
 from ..cache import Cache
 from ..errors import CacheFullError
-from ..model import CausalLM
+from ..model import CausalLM, FlatModel, whole
 from .sampling import sample
 from .state import DecodeState, FinishReason, SampleRule, advance
 from .step import decode_step
@@ -59,8 +60,17 @@ def decode_loop(
     return state, cache
 
 
-run_steps = jax.jit(decode_loop, static_argnames=("sample",), donate_argnames=("cache", "state"))
-"""`decode_loop` compiled, with cache and state donated."""
+@functools.partial(jax.jit, static_argnames=("sample",), donate_argnames=("cache", "state"))
+def run_steps(
+    model: CausalLM | FlatModel,
+    cache: Cache,
+    state: DecodeState,
+    *,
+    sample: SampleRule = sample,
+    max_steps: int | Int[Array, ""] | None = None,
+) -> tuple[DecodeState, Cache]:
+    """`decode_loop` compiled, with cache and state donated."""
+    return decode_loop(whole(model), cache, state, sample=sample, max_steps=max_steps)
 
 
 def stream(
@@ -78,9 +88,10 @@ def stream(
     """
     raise_on_failure(state, cache)
     yield state, cache
+    flat = FlatModel.of(model)
     steps = 1
     while bool(jnp.any(state.active)):
-        state, cache = run_steps(model, cache, state, sample=sample, max_steps=jnp.int32(steps))
+        state, cache = run_steps(flat, cache, state, sample=sample, max_steps=jnp.int32(steps))
         raise_on_failure(state, cache)
         yield state, cache
         steps = min(2 * steps, STEPS_BETWEEN_LOOKS)

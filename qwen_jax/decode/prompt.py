@@ -7,20 +7,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from ..cache import Cache
 from ..errors import CacheFullError, RequestError
-from ..model import CausalLM
+from ..model import CausalLM, FlatModel, whole
 from .step import StepOutput, prefill
 
 CHUNK_SIZE = 512
 SMALLEST_BUCKET = 16
 
-run_prefill = jax.jit(
-    prefill, static_argnames=("padding", "capture", "all_logits"), donate_argnames=("cache",)
+
+@functools.partial(
+    jax.jit, static_argnames=("padding", "capture", "all_logits"), donate_argnames=("cache",)
 )
-"""`prefill` compiled, with the cache donated."""
+def run_prefill(
+    model: CausalLM | FlatModel,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    **options: Any,
+) -> tuple[StepOutput, Cache]:
+    """`prefill` compiled, with the cache donated."""
+    return prefill(whole(model), cache, tokens, lengths, **options)
 
 
 def prefill_prompts(
@@ -50,10 +59,11 @@ def prefill_prompts(
     check_prompts(model, cache, prompts, chunk_size)
     longest = max(len(prompt) for prompt in prompts)
     logits: Array | None = None
+    flat = FlatModel.of(model)
     for begin in range(0, longest, chunk_size):
         pieces = [prompt[begin : begin + chunk_size] for prompt in prompts]
         tokens, lengths = pad(pieces, chunk_size)
-        output, cache = run_prefill(model, cache, tokens, lengths)
+        output, cache = run_prefill(flat, cache, tokens, lengths)
         logits = output.logits if logits is None else _merge(logits, output, lengths)
     assert logits is not None
     return logits, cache

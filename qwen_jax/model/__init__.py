@@ -1,6 +1,7 @@
 """The Qwen decoder as Flax NNX modules that mirror the architecture, with Hugging Face's names."""
 
 from .decoder import CausalLM, DecoderLayer, ModelOutput
+from .flat import FlatModel, whole
 from .initialise import initialise
 from .routing import Capture, Router, RouterContext, Routing
 
@@ -8,9 +9,11 @@ __all__ = [
     "Capture",
     "CausalLM",
     "DecoderLayer",
+    "FlatModel",
     "ModelOutput",
     "Router",
     "RouterContext",
     "Routing",
     "initialise",
+    "whole",
 ]

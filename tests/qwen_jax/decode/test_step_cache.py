@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,12 +50,14 @@ def same(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
 
 def all_but_last(small: Texts, spare: int | None = None) -> Cache:
     """A cache with every prompt but for its last token, and so many blocks left (None: plenty)."""
-    used = int((-(-(small.lengths - 1) // BLOCK)).sum())
-    sizes = {} if spare is None else {"num_blocks": used + spare}
-    cache = small.cache(block_size=BLOCK, **sizes)
+    cache = small.cache(block_size=BLOCK)
     worst, cache = small.enter(cache, 16, every(16), upto=small.lengths - 1)
     assert worst <= BAR
-    return cache
+    if spare is None:
+        return cache
+    # As if others held the rest of the pool.
+    blocks = dataclasses.replace(cache.blocks, num_free=jnp.asarray(spare, jnp.int32))
+    return dataclasses.replace(cache, blocks=blocks)
 
 
 def test_released_rows_are_as_good_as_new_and_the_others_as_before(small):

@@ -24,10 +24,18 @@ from tests.golden.weights import FOLDER, case_names, load_case, write_checkpoint
 BAR = 1e-4  # of the standard deviation of what is compared
 ROPES: dict[str, dict[str, Any]] = json.loads((FOLDER / "rope.json").read_text())["cases"]
 
-# One of each way to decode: sliding windows with and without experts, both kinds of layer, and
-# full attention. The others decode in the slow tests; their greedy tokens are checked here too,
-# from one pass over prompt and tokens.
-DECODED = ("qwen2_sliding", "qwen3_moe_tied", "qwen3_next_yarn")
+# The default run takes few cases with a cache: sliding windows with and without experts, and the
+# hybrids of both kinds of projection. The slow tests take all. Greedy tokens of every case are
+# checked from one pass too.
+CACHED = {"qwen3_linear", "qwen3_moe_tied", "qwen3_next_yarn", "qwen3_5_moe"}
+GENERATED = {"qwen2_sliding", "qwen3_next_yarn"}
+
+
+def slow_but_for(chosen: set[str]) -> list[Any]:
+    """All cases, those not chosen marked slow."""
+    assert chosen <= {*case_names()}
+    slow = pytest.mark.slow
+    return [name if name in chosen else pytest.param(name, marks=slow) for name in case_names()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +99,15 @@ def difference(found: np.ndarray, expected: np.ndarray, std: float | np.ndarray)
     return float(np.nan_to_num(np.abs(found - expected) / std, nan=np.inf).max())
 
 
+def logsumexp(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    return np.log(np.exp(wide).sum(-1))
+
+
 def test_logits(run):
     logits = run.logits(0)
     assert difference(logits[run.arrays["positions"]], run.arrays["logits"], run.std) <= BAR
-    total = np.asarray(jax.nn.logsumexp(run.output.logits[0], axis=-1))
-    assert difference(total, run.arrays["logsumexp"], run.std) <= BAR
+    assert difference(logsumexp(logits), run.arrays["logsumexp"], run.std) <= BAR
     clear = run.arrays["top2_margin"] > 1e-2
     assert clear.mean() > 0.9
     np.testing.assert_array_equal(logits.argmax(-1)[clear], run.arrays["argmax"][clear])
@@ -144,42 +156,34 @@ def test_ragged_batch_padded_on_the_right(run):
     assert difference(found, run.arrays["batch_logits"], run.std) <= BAR
 
 
-def test_ragged_batch_padded_on_the_left_into_a_cache(run):
+@pytest.mark.parametrize("name", slow_but_for(CACHED))
+def test_ragged_batch_padded_on_the_left_into_a_cache(name, tmp_path):
     """The fourth row is the greedy prompt."""
-    prompt, mask = run.arrays["greedy_prompt"], run.arrays["batch_mask"]
+    case, arrays = load_case(name)
+    model = load(write_checkpoint(tmp_path, case))
+    prompt, mask = arrays["greedy_prompt"], arrays["batch_mask"]
     tokens = np.full((4, mask.shape[1]), 1, np.int32)
-    tokens[:3] = run.arrays["batch_tokens"]
+    tokens[:3] = arrays["batch_tokens"]
     tokens[3, -len(prompt) :] = prompt
     lengths = np.array([*mask.sum(1), len(prompt)], np.int32)
-    cache = init_cache(run.model.config, 4, 64, block_size=16)
-    output, cache = run_prefill(run.model, cache, tokens, lengths, padding="left")
-    expected = np.concatenate([run.arrays["batch_logits"], run.arrays["greedy_logits"][:1]])
-    assert difference(np.asarray(output.logits), expected, run.std) <= BAR
+    cache = init_cache(model.config, 4, 64, block_size=16)
+    output, cache = run_prefill(model, cache, tokens, lengths, padding="left")
+    expected = np.concatenate([arrays["batch_logits"], arrays["greedy_logits"][:1]])
+    assert difference(np.asarray(output.logits), expected, arrays["logits"].std()) <= BAR
     np.testing.assert_array_equal(cache.length, lengths)
 
 
-def check_generated(case: dict[str, Any], arrays: dict[str, np.ndarray], folder: Path) -> None:
-    model = load(write_checkpoint(folder, case, shards=3))
+@pytest.mark.parametrize("name", slow_but_for(GENERATED))
+def test_generated_tokens(name, tmp_path):
+    case, arrays = load_case(name)
+    model = load(write_checkpoint(tmp_path, case, shards=3))
     wanted = arrays["greedy_tokens"]
     result = qwen_jax.generate(
         model, None, arrays["greedy_prompt"], max_tokens=len(wanted), ignore_eos=True
     )
     assert result.tokens == wanted.tolist()
-    total = jax.nn.logsumexp(arrays["greedy_logits"], axis=-1)
-    np.testing.assert_allclose(
-        result.logprobs, arrays["greedy_logits"].max(-1) - total, atol=BAR * arrays["logits"].std()
-    )
-
-
-@pytest.mark.parametrize("name", DECODED)
-def test_generated_tokens(name, tmp_path):
-    check_generated(*load_case(name), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in case_names() if name not in DECODED])
-def test_generated_tokens_of_the_other_cases(name, tmp_path):
-    check_generated(*load_case(name), tmp_path)
+    logprobs = arrays["greedy_logits"].max(-1) - logsumexp(arrays["greedy_logits"])
+    assert difference(np.array(result.logprobs), logprobs, arrays["logits"].std()) <= BAR
 
 
 @pytest.mark.parametrize("name", ROPES)

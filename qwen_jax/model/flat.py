@@ -1,0 +1,55 @@
+"""A model flattened once, for drivers that call compiled functions many times.
+
+`jax.jit` flattens a module tree in Python at each call: 13 ms of host time for 40 layers, more than
+a decode step takes. A list of the same arrays costs 0.5 ms.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from .decoder import CausalLM
+
+
+class _Structure:
+    """A tree structure that is compared in no time with itself."""
+
+    def __init__(self, tree: Any):
+        self.tree = tree
+
+    def __hash__(self) -> int:
+        return hash(self.tree)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, _Structure) and self.tree == other.tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlatModel:
+    """The arrays of a model, and how to put them together again.
+
+    Attributes:
+        leaves: the arrays, in the order of `jax.tree.leaves(model)`.
+        structure: static.
+    """
+
+    leaves: list[Array]
+    structure: _Structure = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "FlatModel":
+        """The same arrays; nothing is copied."""
+        leaves, tree = jax.tree.flatten(model)
+        return cls(leaves, _Structure(tree))
+
+
+def whole(model: "CausalLM | FlatModel") -> CausalLM:
+    """The module tree; call it under jit."""
+    if isinstance(model, FlatModel):
+        return jax.tree.unflatten(model.structure.tree, model.leaves)
+    return model
