@@ -4,8 +4,6 @@ Names are loaded on first use, so that importing the package costs nothing.
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,18 +69,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-class _Package(types.ModuleType):
-    """Keeps `qwen_jax.generate` and `qwen_jax.load` functions.
-
-    Importing the submodule of that name would otherwise put the module in the function's place.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if _MODULE_OF.get(name) == name and isinstance(value, types.ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

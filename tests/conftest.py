@@ -16,19 +16,35 @@ import pytest
 SHAPE_CHECKED = ("qwen_jax.model", "qwen_jax.cache", "qwen_jax.decode", "pallas_kernels")
 
 
+def _check_shapes() -> None:
+    """Checks jaxtyping annotations at each call."""
+    if importlib.util.find_spec("beartype"):
+        from jaxtyping import install_import_hook
+
+        install_import_hook(SHAPE_CHECKED, "beartype.beartype")
+
+
+# Here and not in pytest_configure: conftest files of subfolders may be imported before that, and
+# they import what is to be checked.
+_check_shapes()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     _set_environment(config)
-    _check_shapes()
     _set_hypothesis_profile()
 
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # JAX may have been imported already, and then has not seen the environment.
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _set_environment(config: pytest.Config) -> None:
-    """Sets what JAX reads on import, in this process and in those that tests start."""
+    """Sets what JAX reads on import, for the processes that tests start."""
     selected = config.getoption("markexpr").replace("not gpu", "")
     if "gpu" not in selected:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -41,14 +57,6 @@ def _set_environment(config: pytest.Config) -> None:
         config.add_cleanup(cache.cleanup)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-
-
-def _check_shapes() -> None:
-    """Checks jaxtyping annotations at each call. Must precede the first import of those modules."""
-    if importlib.util.find_spec("beartype"):
-        from jaxtyping import install_import_hook
-
-        install_import_hook(SHAPE_CHECKED, "beartype.beartype")
 
 
 def _set_hypothesis_profile() -> None:

@@ -7,15 +7,15 @@ share them; a block is free when the last sequence that holds it lets go.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from ..pytree import pytree
 
 SCRATCH = 0
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class BlockTable:
     """Who owns which block; shared by all attention layers, since they all hold the same tokens.
 
@@ -38,8 +38,7 @@ class BlockTable:
     overflow: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class KVBlocks:
     """The pool of one attention layer.
 

@@ -3,12 +3,12 @@
 import dataclasses
 from numbers import Integral
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..config import QwenConfig
 from ..errors import RequestError
+from ..pytree import pytree
 from .blocks import SCRATCH, BlockTable, KVBlocks, count_references, drop_rows, empty_blocks
 from .recurrent import RecurrentState, copy_rows, empty_recurrent
 
@@ -17,8 +17,7 @@ LayerCache = KVBlocks | RecurrentState
 BLOCK_SIZE = 64
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Cache:
     """Everything that a model remembers of B sequences.
 

@@ -1,16 +1,13 @@
 """State of the linear-attention layers: one row a sequence, of fixed size whatever its length."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..config import QwenConfig
+from ..pytree import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class RecurrentState:
     """State of one linear-attention layer.
 

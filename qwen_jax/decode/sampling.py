@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import CheckpointError, RequestError
+from ..pytree import pytree
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -112,8 +113,7 @@ def _check(options: SamplingOptions, name: str, low: float, high: float, accepte
         raise RequestError(f"{name} is {value!r}; accepted is {accepted}")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class SamplingParams:
     """`SamplingOptions` of B sequences as arrays [B]: float32, but top_k int32 and seed uint32."""
 

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..errors import RequestError
+from ..pytree import pytree
 from .sampling import SamplingOptions, SamplingParams, sample
 
 SampleRule = Callable[[Array, "DecodeState"], Array]
@@ -27,8 +28,7 @@ class FinishReason(enum.IntEnum):
     NOT_FINITE = 4
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class DecodeState:
     """B generations in flight.
 

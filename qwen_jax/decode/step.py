@@ -3,16 +3,15 @@
 import dataclasses
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..cache import Cache, allocate
 from ..model import Capture, CausalLM, Routing
+from ..pytree import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class StepOutput:
     """What a step computed.
 

@@ -1,15 +1,12 @@
 """The new tokens of one forward pass, as the layers see them."""
 
-import dataclasses
-
-import jax
 from jaxtyping import Array
 
+from ..pytree import pytree
 from .rope import Rotary
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Chunk:
     """Where the T new tokens of each sequence stand.
 

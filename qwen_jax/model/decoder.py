@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from ..cache import LayerCache
 from ..config import QwenConfig
 from ..errors import RequestError
+from ..pytree import pytree
 from .attention import Attention
 from .chunk import Chunk
 from .delta_net import GatedDeltaNet
@@ -65,8 +66,7 @@ class DecoderLayer(nnx.Module):
         return self.mlp(x), None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class ModelOutput:
     """What `model(tokens)` returns.
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from ..pytree import pytree
 from .decoder import CausalLM
 
 
@@ -28,8 +29,7 @@ class _Structure:
         return isinstance(other, _Structure) and self.tree == other.tree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class FlatModel:
     """The arrays of a model, and how to put them together again.
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from ..pytree import pytree
 from .layers import parameter
 
 Capture = Literal["none", "ids", "full"]
 """What a forward pass returns of the routing: nothing, ids and weights, or the logits too."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Routing:
     """The choice of one MoE layer.
 
@@ -39,8 +39,7 @@ class Routing:
         return self if capture == "full" else dataclasses.replace(self, logits=None)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class RouterContext:
     """What a router may look at beside the tokens themselves.
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,6 +18,8 @@ from qwen_jax.decode.prompt import run_prefill
 from qwen_jax.model import ModelOutput
 from qwen_jax.model.rope import inverse_frequencies
 from tests.golden.weights import FOLDER, case_names, load_case, write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 BAR = 1e-4  # of the standard deviation of what is compared
 ROPES: dict[str, dict[str, Any]] = json.loads((FOLDER / "rope.json").read_text())["cases"]
@@ -59,17 +59,12 @@ class Run:
         return np.asarray(self.output.logits[row, : len(self.texts[row])])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fast_compile() -> Iterator[None]:
-    """Compile without optimisations: no program here runs more than a few times."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(scope="module", params=case_names())
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    fast_compile_all: None,
+) -> Run:
     case, arrays = load_case(request.param)
     folder = write_checkpoint(tmp_path_factory.mktemp(request.param), case)
     model = load(folder)
