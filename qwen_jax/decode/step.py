@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..cache import Cache, allocate
+from ..errors import RequestError
 from ..model import Capture, CausalLM, Routing
 from ..pytree import pytree
 
@@ -52,7 +53,12 @@ def prefill(
         The output and the new cache. A row that found no free block takes no token, has
         `cache.overflow` set and NaN as logits, so that no driver takes a token from it. With left
         padding the columns of the output are those of the tokens moved to the left.
+
+    Raises:
+        RequestError: an unknown `padding` or `capture`.
     """
+    if padding not in ("right", "left"):
+        raise RequestError(f'padding is {padding!r}; accepted are "right" and "left"')
     if padding == "left":
         tokens = _to_the_left(tokens, lengths)
     blocks = allocate(cache.blocks, lengths, cache.block_size)

@@ -1,7 +1,7 @@
 """The decoder layer, and the whole model around it."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +168,8 @@ class ForwardOutput:
 
     def captured(self, capture: Capture) -> dict[int, Routing]:
         """The routing, as much of it as asked for."""
+        if capture not in get_args(Capture):
+            raise RequestError(f"capture is {capture!r}; accepted are {get_args(Capture)}")
         if capture == "none":
             return {}
         return {layer: choice.captured(capture) for layer, choice in self.routing.items()}

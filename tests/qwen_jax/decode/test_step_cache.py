@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen_jax import CausalLM, init_cache, prefill_prompts
+from qwen_jax import CausalLM, init_cache, prefill, prefill_prompts
 from qwen_jax.cache import Cache, KVBlocks
 from qwen_jax.decode.prompt import run_prefill
 from qwen_jax.errors import CacheFullError, RequestError
@@ -175,3 +175,11 @@ def test_prompts_that_cannot_be_entered_are_refused(
     with pytest.raises(error, match=message):
         prefill_prompts(tiny, cache, prompts, **options)
     assert not cache.length.is_deleted()
+
+
+@pytest.mark.parametrize("option", ["padding", "capture"])
+def test_an_unknown_option_is_refused(no_type_checks, tiny, option):
+    cache = init_cache(tiny.config, 1, 9)
+    tokens = np.ones((1, 4), np.int32)
+    with pytest.raises(RequestError, match=f"{option} is 'both'; accepted are"):
+        jax.eval_shape(lambda: prefill(tiny, cache, tokens, jnp.array([4]), **{option: "both"}))
