@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
     args = parser.parse_args()
 
+    shape = [f"--{name}={getattr(args, name)}" for name in ("preset", "layers", "tokens")]
     config = first_layers(QwenConfig.preset(args.preset), args.layers)
     model = initialise(config, jax.random.key(0))
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, args.tokens), np.int32)
@@ -83,7 +84,7 @@ def main() -> int:
     }
     report = {
         "benchmark": "agreement",
-        **provenance(["python", *sys.argv]),
+        **provenance(["python", "benchmarks/agreement.py", *shape]),
         "preset": args.preset,
         "layers": args.layers,
         "tokens": args.tokens,

@@ -1,6 +1,6 @@
 """Text in, text out: `generate` and `stream_generate` over the functions of `qwen_jax.decode`."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import overload
 
 import jax
@@ -12,8 +12,8 @@ from .compile_time import running_time
 from .decode import (
     SamplingOptions,
     SamplingParams,
-    init_state,
     prefill_prompts,
+    start,
     stream,
 )
 from .decode.prompt import CHUNK_SIZE, bucket, check_ids
@@ -110,14 +110,15 @@ def _run(
     cache = init_cache(model.config, len(ids), length)
     begin = running_time()
     logits, cache = prefill_prompts(model, cache, ids, chunk_size=chunk_size)
-    state = _start(
+    state = start(
         logits,
         max_tokens=jnp.asarray(max_tokens, jnp.int32),
         capacity=bucket(max_tokens, max_tokens * 2),
         stop_ids=_stop_ids(() if ignore_eos else model.config.eos_token_id),
         sampling=SamplingParams.stack(params),
         vocab_size=_sampled_ids(model, tokenizer),
-        prompt_tokens=_tokens_present(ids, params, model.config.vocab_size),
+        overflow=cache.overflow,
+        in_prompt=_tokens_present(ids, params, model.config.vocab_size),
     )
     jax.block_until_ready(state.count)
     elapsed = max(running_time() - begin, 1e-9)
@@ -131,9 +132,6 @@ def _run(
             yield from row.take(tokens, logprobs, int(count[row.index]), int(reason[row.index]))
         if all(row.finished for row in rows):
             return
-
-
-_start = jax.jit(init_state, static_argnames=("capacity", "sample"))
 
 
 def _as_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
@@ -152,10 +150,11 @@ def _as_batch(prompt: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
 
 def _iterable(value: Prompt | Sequence[Prompt], name: str) -> Iterable:
     """The value, if it may hold token ids or prompts."""
-    if isinstance(value, bytes | bytearray) or not isinstance(value, Iterable):
+    unordered = isinstance(value, bytes | bytearray | Mapping | Set)
+    if unordered or not isinstance(value, Iterable):
         raise RequestError(
             f"{name} is of type {type(value).__name__}; accepted are text, a list of token ids, or "
-            "a list of either"
+            "a list of either; messages go through tokenizer.apply_chat_template first"
         )
     return value
 
@@ -239,8 +238,12 @@ def _tokens_present(
 
 
 def _cache_length(tokens: int) -> int:
-    """Tokens rounded up to one of eight sizes an octave, so that few shapes are ever compiled."""
-    step = 64
-    while step * 16 <= tokens:
-        step *= 2
+    """Tokens rounded up, so that few shapes are ever compiled.
+
+    To a power of two up to 8192; above, where memory counts, to one of eight sizes an octave.
+    """
+    size = 64
+    while size < tokens:
+        size *= 2
+    step = size if size <= 8192 else size // 16
     return -(-tokens // step) * step

@@ -2,11 +2,14 @@
 
 import dataclasses
 import importlib.resources
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from .checkpoint.parameters import abstract_parameters, load_parameters
 from .checkpoint.plan import LoadPlan, plan_load
@@ -20,11 +23,13 @@ from .text import Tokenizer
 
 DEMO = "demo"
 
+_log = logging.getLogger(__name__)
+
 
 def load(
     path: str | os.PathLike[str],
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     progress: Callable[[str, int], None] | None = None,
     on_plan: Callable[[LoadPlan], None] | None = None,
 ) -> tuple[CausalLM, Tokenizer | None]:
@@ -51,16 +56,20 @@ def load(
     """
     folder = find_folder(path)
     config = QwenConfig.from_hf(folder)
+    dtype = config.dtype if dtype is None else dtype
+    dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     tokenizer = Tokenizer.from_folder(folder)
     plan = plan_load(open_folder(folder), config)
     config = dataclasses.replace(
         plan.config,
-        dtype=plan.config.dtype if dtype is None else dtype,
+        dtype=dtype,
         eos_token_id=_end_tokens(folder, config, tokenizer),
     )
     targets = abstract_parameters(config)
     needed = sum(target.size * target.dtype.itemsize for target in targets.values())
     refuse_unless_fits(needed, f"{folder.name} in {config.dtype}")
+    for note in plan.notes:
+        _log.info("%s: %s", folder, note)
     if on_plan is not None:
         on_plan(plan)
     arrays = load_parameters(plan, targets, progress=progress)

@@ -19,7 +19,8 @@ class GenerationResult:
         text: new text. In a stream the part that became certain with this piece, which may be
             empty.
         tokens: new ids, a stop token included; of this piece in a stream.
-        logprobs: log-probability of each of `tokens` under the model's own distribution.
+        logprobs: log-probability of each of `tokens` under the model's own distribution over the
+            tokenizer's ids.
         finish_reason: "stop" (a stop token or string), "length" (max_tokens), or None while the row
             goes on.
         prompt_tokens: length of the prompt.

@@ -97,7 +97,19 @@ def release(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     """Empty the given rows, and lift their overflow flags.
 
     Blocks that no other row holds become free.
+
+    Args:
+        cache: the cache.
+        rows: True at the rows to empty.
+
+    Raises:
+        RequestError: `rows` is no mask of the cache's rows, but numbers of rows, say.
     """
+    if rows.dtype != jnp.bool_ or rows.shape != cache.length.shape:
+        raise RequestError(
+            f"release: rows has shape {rows.shape} and dtype {rows.dtype}; accepted is a bool mask "
+            f"of shape {cache.length.shape}"
+        )
     return dataclasses.replace(cache, blocks=drop_rows(cache.blocks, rows))
 
 
@@ -108,7 +120,15 @@ def fork(cache: Cache, source: Int[Array, " B"]) -> Cache:
     shared, and only a partly filled last block and the recurrent state are copied. What an
     overwritten row held before is released. A row for which no block is free for the copy ends
     empty, with its overflow flag set.
+
+    Raises:
+        RequestError: `source` does not have one entry a row.
     """
+    if source.shape != cache.length.shape:
+        raise RequestError(
+            f"fork: source has shape {source.shape}; accepted is {cache.length.shape}, the row to "
+            "copy for each row"
+        )
     rows = jnp.arange(source.shape[0], dtype=jnp.int32)
     source = jnp.where((source >= 0) & (source < source.shape[0]), source, rows)
     blocks, last, copy = _fork_table(cache.blocks, source, cache.block_size)

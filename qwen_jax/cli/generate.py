@@ -86,6 +86,7 @@ class _Request:
     def run(self, notes: Notes, *, show: bool) -> tuple[GenerationResult, float]:
         """The whole result, and the seconds that compilation took; the text is shown on the way."""
         from ..generation import stream_generate
+        from ..transcript import join
 
         self._refuse_early()
         model = self.folder.load(notes)
@@ -99,7 +100,7 @@ class _Request:
                 write_text(self._shown(piece))
         if text and not text.endswith("\n"):
             write_text("\n")
-        return joined(received), announced.seconds
+        return join(received), announced.seconds
 
     def _refuse_early(self) -> None:
         """Raise what `stream_generate` would, on shapes alone, and refuse what cannot fit."""
@@ -167,16 +168,6 @@ def stats(result: GenerationResult) -> str:
             f"{result.generation_tps:.3f} tokens-per-sec",
             f"Peak memory: {peak_memory() / 1e9:.3f} GB",
         )
-    )
-
-
-def joined(pieces: list[GenerationResult]) -> GenerationResult:
-    """The pieces of one generation as one result."""
-    return dataclasses.replace(
-        pieces[-1],
-        text="".join(piece.text for piece in pieces),
-        tokens=[token for piece in pieces for token in piece.tokens],
-        logprobs=[value for piece in pieces for value in piece.logprobs],
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config import QwenConfig
 from ..configuration.presets import PRESET_NAMES
-from ..errors import CheckpointError, RequestError
+from ..errors import RequestError
 from .console import Notes, size
 from .environment import default_platform
 
@@ -68,11 +68,7 @@ class ModelFolder:
         """The options that the model's authors recommend, with the flags in their place."""
         from ..decode import SamplingOptions
 
-        try:
-            recommended = SamplingOptions.from_generation_config(self.path)
-        except RequestError as error:
-            raise CheckpointError(f"{self.path / 'generation_config.json'}: {error}") from error
-        options = flags.over(recommended)
+        options = flags.over(SamplingOptions.from_generation_config(self.path))
         idle = flags.idle(options)
         if idle:
             notes(
@@ -96,8 +92,8 @@ class ModelFolder:
         from ..checkpoint.safetensors_io import open_folder
         from ..memory import refuse_unless_fits
 
-        plan_load(open_folder(self.path), self.config)
-        needed = weight_bytes(self.config) + cache_bytes(self.config, 1, tokens)
+        config = plan_load(open_folder(self.path), self.config).config
+        needed = weight_bytes(config) + cache_bytes(config, 1, tokens)
         what = f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens"
         refuse_unless_fits(needed, what)
 

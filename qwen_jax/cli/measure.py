@@ -21,7 +21,7 @@ from ..checkpoint.plan import plan_load
 from ..checkpoint.safetensors_io import open_folder
 from ..compile_time import compile_seconds
 from ..config import QwenConfig
-from ..decode import DecodeState, init_state, prefill_prompts
+from ..decode import DecodeState, prefill_prompts, start
 from ..decode.loop import raise_on_failure, run_steps
 from ..errors import RequestError
 from ..loading import load
@@ -32,8 +32,6 @@ from .loading import choose_dtype
 from .shape import Shape, find_shape
 
 Note = Callable[[str], None]
-
-_start = jax.jit(init_state, static_argnames=("capacity", "sample"))
 
 
 @dataclasses.dataclass
@@ -112,7 +110,7 @@ def _configuration(shape: Shape, request: BenchRequest, note: Note) -> QwenConfi
         )
     config = shape.config
     if shape.folder is not None and not request.dummy:
-        plan_load(open_folder(shape.folder), config)
+        config = plan_load(open_folder(shape.folder), config).config
     if request.num_layers is not None:
         if not request.dummy:
             raise RequestError("num_layers cuts a model of random weights; add --dummy")
@@ -201,7 +199,7 @@ class _Bench:
         )
         jax.block_until_ready((logits, cache))
         samples.prefill.append(time.perf_counter() - begin)
-        state = _start(
+        state = start(
             logits,
             max_tokens=jnp.asarray(request.generation_tokens, jnp.int32),
             capacity=request.generation_tokens,

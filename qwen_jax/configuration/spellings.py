@@ -31,6 +31,15 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "topk_group": (0, 1),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
+    "hidden_activation": ("silu",),
+    "mlp_bias": (False,),
+    "n_shared_experts": (0,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "attention_sinks": (0, False),
 }
 
 

@@ -1,6 +1,6 @@
 """Prefill, decode step and decode loop: pure functions over a model and a cache, and drivers."""
 
-from .loop import decode_loop, stream
+from .loop import decode_loop, start, stream
 from .prompt import prefill_prompts
 from .sampling import SamplingOptions, SamplingParams, sample
 from .state import DecodeState, FinishReason, init_state
@@ -18,5 +18,6 @@ __all__ = [
     "prefill",
     "prefill_prompts",
     "sample",
+    "start",
     "stream",
 ]

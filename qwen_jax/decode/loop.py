@@ -14,7 +14,7 @@ from ..cache import Cache
 from ..errors import CacheFullError
 from ..model import CausalLM, FlatModel, whole
 from .sampling import sample
-from .state import DecodeState, FinishReason, SampleRule, advance
+from .state import DecodeState, FinishReason, SampleRule, advance, init_state
 from .step import decode_step
 
 STEPS_BETWEEN_LOOKS = 16
@@ -58,6 +58,10 @@ def decode_loop(
 
     state, cache, _ = jax.lax.while_loop(goes_on, step, (state, cache, jnp.int32(0)))
     return state, cache
+
+
+start = jax.jit(init_state, static_argnames=("capacity", "sample"))
+"""`init_state` compiled; give `capacity`, and arrays for the rest."""
 
 
 @functools.partial(jax.jit, static_argnames=("sample",), donate_argnames=("cache", "state"))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,25 @@ if TYPE_CHECKING:
     from .state import DecodeState
 
 LARGEST_SEED = 2**32 - 1
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+_NOT_IMPLEMENTED = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "sequence_bias",
+    "suppress_tokens",
+    "typical_p",
+)
+_NEUTRAL = (None, 0, 1, [], {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +93,28 @@ class SamplingOptions:
 
     @classmethod
     def from_generation_config(cls, folder: str | Path) -> "SamplingOptions":
-        """The `generation_config.json` of a folder; greedy where it says so or is absent."""
-        values = read_generation_config(folder)
-        if not values.get("do_sample", False):
-            return cls()
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: values[name] for name in names if values.get(name) is not None}
+        """The `generation_config.json` of a folder; greedy where it says so or is absent.
+
+        Raises:
+            CheckpointError: the file is damaged or holds a value outside its range.
+
+        Warns:
+            UserWarning: the file asks for a rule that is not implemented.
+        """
+        path, values = Path(folder) / "generation_config.json", read_generation_config(folder)
+        sampled = values.get("do_sample") or False
+        if not isinstance(sampled, bool):
+            raise CheckpointError(f"{path}: do_sample is {sampled!r}; accepted is true or false")
+        names = _PENALTIES + (_FILTERS if sampled else ())
+        given: dict[str, Any] = {"temperature": 1.0} if sampled else {}
+        given |= {name: values[name] for name in names if values.get(name) is not None}
+        unknown = [name for name in _NOT_IMPLEMENTED if values.get(name) not in _NEUTRAL]
+        if unknown:
+            warnings.warn(f"{path}: {', '.join(unknown)} not implemented; ignored", stacklevel=2)
         try:
-            return cls(**{"temperature": 1.0, **given})
+            return cls(**given)
         except RequestError as error:
-            raise CheckpointError(f"{Path(folder) / 'generation_config.json'}: {error}") from error
+            raise CheckpointError(f"{path}: {error}") from error
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
@@ -102,7 +134,7 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check(options: SamplingOptions, name: str, low: float, high: float, accepted: str) -> None:

@@ -74,7 +74,8 @@ def init_state(
     stop_ids: Sequence[int] | Int[Array | np.ndarray, " n"] = (),
     sampling: SamplingParams | SamplingOptions | None = None,
     vocab_size: int | Int[Array | np.ndarray, ""] | None = None,
-    prompt_tokens: Shaped[Array | np.ndarray, "B V"] | None = None,
+    in_prompt: Shaped[Array | np.ndarray, "B V"] | None = None,
+    overflow: Bool[Array, " B"] | None = None,
     sample: SampleRule = sample,
 ) -> DecodeState:
     """Start generating from the logits after the prompt; the first token is drawn here.
@@ -87,15 +88,17 @@ def init_state(
         stop_ids: ids that end a row, such as `config.eos_token_id`.
         sampling: options of each row, or one for all; greedy if None.
         vocab_size: number of ids that may be sampled; V if None.
-        prompt_tokens: [B, V], non-zero at the prompt's tokens; only the repetition penalty needs
-            it.
+        in_prompt: [B, V], non-zero at the prompt's tokens; only the repetition penalty needs it.
+        overflow: `cache.overflow`: rows whose prompt did not fit end with CACHE_FULL. Without it
+            they end with NOT_FINITE, since their logits are NaN.
         sample: the sampling rule; give the same one to the loop.
 
     Raises:
-        RequestError: max_tokens below 1 (where it is concrete), or, under jit, options that draw
-            without a seed.
+        RequestError: max_tokens below 1 (where it is concrete), a wrong shape of in_prompt, a
+            repetition penalty without it, or, under jit, options that draw without a seed.
     """
     batch, vocabulary = logits.shape
+    _check_prompt(in_prompt, sampling, logits.shape)
     if sampling is None or isinstance(sampling, SamplingOptions):
         sampling = _same_for_all(sampling or SamplingOptions(), logits)
     if not isinstance(max_tokens, Tracer) and np.min(np.asarray(max_tokens)) < 1:
@@ -103,9 +106,10 @@ def init_state(
     if capacity is None:
         capacity = int(np.max(np.asarray(max_tokens)))
     max_tokens = jnp.minimum(jnp.asarray(max_tokens, jnp.int32), capacity)
-    in_prompt = jnp.zeros((batch, vocabulary), jnp.bool_)
-    if prompt_tokens is not None:
-        in_prompt = jnp.asarray(prompt_tokens, jnp.bool_)
+    if in_prompt is None:
+        in_prompt = jnp.zeros((batch, vocabulary), jnp.bool_)
+    if overflow is None:
+        overflow = jnp.zeros((batch,), jnp.bool_)
     zeros = jnp.zeros((batch,), jnp.int32)
     state = DecodeState(
         tokens=jnp.zeros((batch, capacity), jnp.int32),
@@ -117,10 +121,22 @@ def init_state(
         stop_ids=jnp.asarray(stop_ids, jnp.int32).reshape(-1),
         vocab_size=jnp.asarray(vocabulary if vocab_size is None else vocab_size, jnp.int32),
         sampling=sampling,
-        in_prompt=in_prompt,
+        in_prompt=jnp.asarray(in_prompt, jnp.bool_),
         occurrences=jnp.zeros((batch, vocabulary), jnp.int32),
     )
-    return advance(state, logits, jnp.zeros((batch,), jnp.bool_), sample)
+    return advance(state, logits, overflow, sample)
+
+
+def _check_prompt(
+    in_prompt: Array | np.ndarray | None,
+    sampling: SamplingParams | SamplingOptions | None,
+    shape: tuple[int, ...],
+) -> None:
+    if in_prompt is not None and in_prompt.shape != shape:
+        raise RequestError(f"in_prompt has shape {in_prompt.shape}; accepted is {shape}, [B, V]")
+    penalised = isinstance(sampling, SamplingOptions) and sampling.repetition_penalty != 1
+    if penalised and in_prompt is None:
+        raise RequestError("init_state: a repetition penalty needs in_prompt, the prompt's tokens")
 
 
 def _same_for_all(options: SamplingOptions, logits: Array) -> SamplingParams:

@@ -44,7 +44,8 @@ def prefill(
         model: the model.
         cache: what the rows hold so far.
         tokens: int32 ids.
-        lengths: real tokens of each row, 0 to T; a row with 0 stays as it is.
+        lengths: real tokens of each row, 0 to T; a row with 0 stays as it is, and so does one
+            with another number, whose `overflow` is set.
         padding: on which side of the real tokens the padding is.
         capture: how much of the routing to return (static).
         all_logits: logits of every position instead of the last one's (static).
@@ -55,13 +56,17 @@ def prefill(
         padding the columns of the output are those of the tokens moved to the left.
 
     Raises:
-        RequestError: an unknown `padding` or `capture`.
+        RequestError: an unknown `padding` or `capture`, or a number of rows that is not the
+            cache's.
     """
+    _check_rows(cache, tokens, lengths)
     if padding not in ("right", "left"):
         raise RequestError(f'padding is {padding!r}; accepted are "right" and "left"')
     if padding == "left":
         tokens = _to_the_left(tokens, lengths)
-    blocks = allocate(cache.blocks, lengths, cache.block_size)
+    impossible = (lengths < 0) | (lengths > tokens.shape[1])
+    blocks = allocate(cache.blocks, jnp.where(impossible, 0, lengths), cache.block_size)
+    blocks = dataclasses.replace(blocks, overflow=blocks.overflow | impossible)
     lengths = jnp.where(blocks.overflow, 0, lengths)
     output = model.forward(tokens, cache.layers, blocks.length, lengths, blocks.table)
     hidden = output.hidden_states[-1]
@@ -97,6 +102,15 @@ def decode_step(
     """
     lengths = jnp.ones_like(tokens) if active is None else active.astype(jnp.int32)
     return prefill(model, cache, tokens[:, None], lengths, capture=capture)
+
+
+def _check_rows(cache: Cache, tokens: Array, lengths: Array) -> None:
+    rows = cache.length.shape
+    if tokens.ndim != 2 or tokens.shape[:1] != rows or lengths.shape != rows:
+        raise RequestError(
+            f"tokens of shape {tokens.shape} and lengths of shape {lengths.shape} for a cache of "
+            f"{rows[0]} rows; accepted are tokens [{rows[0]}, T] and lengths [{rows[0]}]"
+        )
 
 
 def _to_the_left(tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Int[Array, "B T"]:

@@ -117,14 +117,12 @@ class CausalLM(nnx.Module):
             output_hidden_states: return the hidden states too.
 
         Raises:
-            RequestError: an id outside the vocabulary, no token, or a wrong shape or dtype.
+            RequestError: an id outside the vocabulary, no token, lengths outside 0 to T, or a
+                wrong shape or dtype.
         """
         tokens = check_tokens(tokens, self.config.vocab_size)
-        if lengths is None:
-            lengths = np.full(tokens.shape[0], tokens.shape[1], np.int32)
-        return _forward(
-            self, tokens, jnp.asarray(lengths, jnp.int32), capture, output_hidden_states
-        )
+        lengths = check_lengths(lengths, tokens.shape)
+        return _forward(self, tokens, lengths, capture, output_hidden_states)
 
     def forward(
         self,
@@ -192,6 +190,25 @@ def check_tokens(tokens: Array | np.ndarray, vocab_size: int) -> Array:
         raise RequestError(
             f"tokens: id {wrong} is outside the vocabulary; accepted are 0 to {vocab_size - 1}"
         )
+    return jnp.asarray(array, jnp.int32)
+
+
+def check_lengths(lengths: Array | np.ndarray | None, shape: tuple[int, ...]) -> Array:
+    """Lengths of rows of tokens [B, T] as an int32 array; values are checked unless traced."""
+    rows, width = shape
+    if lengths is None:
+        return jnp.full((rows,), width, jnp.int32)
+    if isinstance(lengths, Tracer):
+        return lengths
+    array = np.asarray(lengths)
+    if array.shape != (rows,) or array.dtype.kind not in "iu":
+        raise RequestError(
+            f"lengths: got an array of shape {array.shape} and dtype {array.dtype}; accepted are "
+            f"{rows} integers, one a row"
+        )
+    wrong = array[(array < 0) | (array > width)]
+    if wrong.size:
+        raise RequestError(f"lengths: {int(wrong[0])} is outside 0 to {width}, the tokens of a row")
     return jnp.asarray(array, jnp.int32)
 
 

@@ -84,7 +84,8 @@ class TopKRouter(nnx.Module):
 
 
 def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -> Routing:
-    """The routing with empty slots at padding."""
-    ids: Int[Array, "B T A"] = jnp.where(valid[..., None], routing.ids, experts)
-    weights = jnp.where(valid[..., None], routing.weights, 0.0)
+    """The routing with id E and weight 0 in empty slots, those of padding included."""
+    used = valid[..., None] & (routing.ids >= 0) & (routing.ids < experts)
+    ids: Int[Array, "B T A"] = jnp.where(used, routing.ids, experts)
+    weights = jnp.where(used, routing.weights, 0.0)
     return dataclasses.replace(routing, ids=ids, weights=weights)

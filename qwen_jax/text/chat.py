@@ -56,7 +56,11 @@ class ChatTemplate:
         variables["tools"] = _tools(tools)
         variables["add_generation_prompt"] = bool(add_generation_prompt)
         if enable_thinking is not None:
-            variables["enable_thinking"] = bool(enable_thinking)
+            if not isinstance(enable_thinking, bool):
+                raise RequestError(
+                    f"enable_thinking is {enable_thinking!r}; accepted is True, False or None"
+                )
+            variables["enable_thinking"] = enable_thinking
         try:
             return self._compiled.render(variables)
         except _RaisedByTemplate as error:

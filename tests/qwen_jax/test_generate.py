@@ -340,3 +340,15 @@ def test_prompts_of_any_length_share_few_programs(model, monkeypatch, greedy):
         assert result.prompt_tokens == length
     # Prompts of up to 16, 32 and 64 tokens; the first of these is known already.
     assert len(traces) == 2
+
+
+@pytest.mark.parametrize("prompt", [{"role": "user"}, {5, 3}])
+def test_a_prompt_without_order_is_refused(model, tokenizer, prompt):
+    with pytest.raises(RequestError, match="apply_chat_template"):
+        qwen_jax.generate(model, tokenizer, prompt)
+
+
+@pytest.mark.parametrize("lengths", [[2], [99, 2], [-5, 2], [2.5, 2]])
+def test_impossible_lengths_are_refused(no_type_checks, model, lengths):
+    with pytest.raises(RequestError, match="lengths"):
+        model(np.ones((2, 3), np.int32), np.array(lengths))

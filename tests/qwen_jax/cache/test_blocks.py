@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from qwen_jax.cache import KVBlocks, allocate, append, fork, init_cache, release
+from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
 
 
@@ -267,3 +268,16 @@ def test_sizes_below_one_are_refused_by_name(config, name, size):
     sizes = {"batch_size": 2, "max_length": 8, name: size}
     with pytest.raises(RequestError, match=rf"{name} is {size}; accepted is .* from 1 on"):
         init_cache(config, **sizes)
+
+
+@pytest.mark.parametrize("rows", [np.array([1]), np.array([True]), np.arange(3)])
+def test_release_refuses_what_is_no_mask_of_its_rows(no_type_checks, rows):
+    cache = init_cache(QwenConfig.preset("qwen3.5-0.8b"), 3, 8, block_size=4)
+    with pytest.raises(RequestError, match="bool mask"):
+        release(cache, jnp.asarray(rows))
+
+
+def test_fork_refuses_a_source_of_another_length():
+    cache = init_cache(QwenConfig.preset("qwen3.5-0.8b"), 3, 8, block_size=4)
+    with pytest.raises(RequestError, match=r"source has shape \(1,\)"):
+        fork(cache, jnp.array([2], jnp.int32))

@@ -78,7 +78,7 @@ def begin(
         capacity=CAPACITY,
         stop_ids=jnp.asarray(stop_ids, jnp.int32),
         sampling=SamplingParams.stack(given),
-        prompt_tokens=present,
+        in_prompt=present,
         **more,
     )
     return cache, state
@@ -313,7 +313,7 @@ def test_a_row_that_ran_out_in_prefill_gives_no_token(tiny, prompts):
         capacity=CAPACITY,
         stop_ids=jnp.asarray([-1], jnp.int32),
         sampling=SamplingParams.stack([GREEDY] * 4),
-        prompt_tokens=np.zeros((4, tiny.config.vocab_size), np.bool_),
+        in_prompt=np.zeros((4, tiny.config.vocab_size), np.bool_),
     )
     assert state.count.tolist() == [1, 1, 0, 1]
     with pytest.raises(CacheFullError, match=r"rows \[2\] found no free block"):

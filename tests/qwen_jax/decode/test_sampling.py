@@ -416,3 +416,17 @@ def test_a_bad_generation_config_is_refused_with_its_path(no_type_checks, tmp_pa
     with pytest.raises(CheckpointError, match=message) as caught:
         SamplingOptions.from_generation_config(tmp_path)
     assert str(tmp_path / "generation_config.json") in str(caught.value)
+
+
+def test_penalties_of_a_greedy_generation_config_count(tmp_path):
+    text = '{"do_sample": false, "repetition_penalty": 1.3, "temperature": 0.7}'
+    (tmp_path / "generation_config.json").write_text(text)
+    assert SamplingOptions.from_generation_config(tmp_path) == SamplingOptions(
+        repetition_penalty=1.3
+    )
+
+
+def test_rules_of_a_generation_config_that_are_not_implemented_are_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"no_repeat_ngram_size": 3}')
+    with pytest.warns(UserWarning, match="no_repeat_ngram_size not implemented"):
+        SamplingOptions.from_generation_config(tmp_path)

@@ -183,3 +183,18 @@ def test_an_unknown_option_is_refused(no_type_checks, tiny, option):
     tokens = np.ones((1, 4), np.int32)
     with pytest.raises(RequestError, match=f"{option} is 'both'; accepted are"):
         jax.eval_shape(lambda: prefill(tiny, cache, tokens, jnp.array([4]), **{option: "both"}))
+
+
+@pytest.mark.parametrize("length", [-1, 5])
+def test_an_impossible_length_is_flagged_and_takes_no_token(tiny, fast_compile, length):
+    cache = init_cache(tiny.config, 2, 9)
+    tokens = np.ones((2, 4), np.int32)
+    output, cache = run_prefill(tiny, cache, tokens, np.array([length, 4], np.int32))
+    assert np.asarray(cache.length).tolist() == [0, 4]
+    assert np.asarray(cache.overflow).tolist() == [True, False]
+    assert np.isnan(output.logits[0]).all() and np.isfinite(output.logits[1]).all()
+
+
+def test_rows_that_are_not_the_caches_are_refused(tiny):
+    with pytest.raises(RequestError, match="a cache of 3 rows"):
+        prefill(tiny, init_cache(tiny.config, 3, 9), jnp.ones((1, 4), jnp.int32), jnp.array([4]))
