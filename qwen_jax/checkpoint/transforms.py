@@ -4,11 +4,10 @@ Every layout in use differs from the tree's in one way only: which rows (first a
 stored tensor are which rows of which tree tensor. A `Piece` says that for one run of rows;
 `gather` follows it from file to tree, `scatter` back.
 
-    concatenation       gate_up = [gate | up]: two pieces, each all rows of its stored tensor
-    stack of experts    the tree tensor has one more axis in front; a piece fills the rows of one
-    expert interleaving        in_proj_qkvz comes in one block a key head, [q k v z] in each; the
-    q rows of all blocks
-                        are the q rows of in_proj_qkv
+- concatenation: gate_up = [gate | up] is two pieces, each all rows of its stored tensor;
+- stack of experts: the tree tensor has one more axis in front, and a piece fills one expert;
+- interleaving: in_proj_qkvz comes in one block a key head, [q k v z] in each, and the q rows of
+  all blocks are the q rows of in_proj_qkv.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def generate(
         logprobs: report the log-probability of each new token (within --json, else on standard
             error).
         json: write one JSON object instead of the text.
-        quiet: write nothing to standard error but errors and warnings.
+        quiet: write nothing to standard error but errors, warnings and asked-for logprobs.
     """
     notes = Notes(quiet=quiet)
     accept_any_text()
