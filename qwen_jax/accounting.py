@@ -18,10 +18,9 @@ from jaxtyping import Array
 
 from .cache import KVBlocks, RecurrentState, init_cache
 from .cache.cache import BLOCK_SIZE
+from .checkpoint.mapping import EMBEDDING
 from .config import QwenConfig
 from .model import CausalLM
-
-EMBEDDING = "embed_tokens.weight"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,6 @@ from .shape import Shape, find_shape, parse_memory
 if TYPE_CHECKING:
     from ..config import QwenConfig
 
-_UNSAID = ("architectures", "transformers_version", "use_cache")
-
 
 def inspect(
     model: str,
@@ -134,7 +132,7 @@ def _why_unreadable(folder: Path) -> str:
 
 
 def _as_text(shape: Shape, config: QwenConfig, report: dict[str, Any]) -> str:
-    fields = {k: v for k, v in report["config"].items() if v is not None and k not in _UNSAID}
+    fields = {k: v for k, v in report["config"].items() if v is not None and k != "architectures"}
     fields.pop("layer_types", None)
     parts = [
         f"{shape.name}: {config.model_type}",

@@ -21,6 +21,7 @@ from ..checkpoint.plan import plan_load
 from ..checkpoint.safetensors_io import open_folder
 from ..compile_time import compile_seconds
 from ..config import QwenConfig
+from ..configuration.families import WIDTHS
 from ..decode import DecodeState, prefill_prompts, start
 from ..decode.loop import raise_on_failure, run_steps
 from ..errors import RequestError
@@ -126,9 +127,8 @@ def first_layers(config: QwenConfig, count: int) -> QwenConfig:
     """
     if count > config.num_hidden_layers:
         raise RequestError(f"num_layers is {count}; the model has {config.num_hidden_layers}")
-    widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     listed = {
-        name: getattr(config, name) for name in widths if isinstance(getattr(config, name), tuple)
+        name: getattr(config, name) for name in WIDTHS if isinstance(getattr(config, name), tuple)
     }
     return dataclasses.replace(
         config,

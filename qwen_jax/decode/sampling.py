@@ -23,22 +23,22 @@ LARGEST_SEED = 2**32 - 1
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
-_NOT_IMPLEMENTED = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "sequence_bias",
-    "suppress_tokens",
-    "typical_p",
-)
-_NEUTRAL = (None, 0, 1, [], {})
+# Rules that are not implemented, each with the values that switch it off.
+_NOT_IMPLEMENTED: dict[str, tuple[object, ...]] = {
+    "bad_words_ids": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "epsilon_cutoff": (None, 0),
+    "eta_cutoff": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "no_repeat_ngram_size": (None, 0),
+    "num_beams": (None, 1),
+    "sequence_bias": (None, {}),
+    "suppress_tokens": (None, []),
+    "typical_p": (None, 1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class SamplingOptions:
         names = _PENALTIES + (_FILTERS if sampled else ())
         given: dict[str, Any] = {"temperature": 1.0} if sampled else {}
         given |= {name: values[name] for name in names if values.get(name) is not None}
-        unknown = [name for name in _NOT_IMPLEMENTED if values.get(name) not in _NEUTRAL]
+        unknown = [name for name, off in _NOT_IMPLEMENTED.items() if values.get(name) not in off]
         if unknown:
             warnings.warn(f"{path}: {', '.join(unknown)} not implemented; ignored", stacklevel=2)
         try:
