@@ -91,8 +91,9 @@ def refuse_quantised(path: Path, keys: Iterable[str]) -> None:
     name = quantisation(path, keys)
     if name is not None:
         raise CheckpointError(
-            f"{path} holds quantised weights ({name}). Only bf16, f16 and f32 weights are read "
-            "at present: convert it to bf16 first, or use the unquantised release"
+            f"{path} holds quantised weights ({name}). Only bf16, f16 and f32 weights are run: "
+            f"convert them first (qwen-jax convert {path} DESTINATION), or use the unquantised "
+            "release"
         )
 
 

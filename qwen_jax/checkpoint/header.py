@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from .native import VERSION_KEY, refuse_other_version
 from .problems import listed, show
 
 DTYPES: dict[str, np.dtype] = {
@@ -116,7 +117,9 @@ def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
         header = json.loads(stream.read(length), object_pairs_hook=without_duplicates)
     if not isinstance(header, dict):
         raise CheckpointError("the header is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    if isinstance(metadata, dict):
+        refuse_other_version(metadata.get(VERSION_KEY))
     return header, 8 + length, size - 8 - length
 
 

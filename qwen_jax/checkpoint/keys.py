@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 HEAD = "lm_head.weight"
+MTP = "mtp."
 
 Prefix = Literal["model.", "model.language_model.", "language_model.model."]
 HeadPrefix = Literal["", "language_model."]
@@ -14,16 +15,16 @@ PREFIXES: tuple[Prefix, ...] = ("model.", "model.language_model.", "language_mod
 HEAD_PREFIXES: tuple[HeadPrefix, ...] = ("", "language_model.")
 
 _CONTAINERS = ("model", "language_model")
-_SKIPPED = {"mtp": "mtp", "visual": "visual", "vision_tower": "visual"}
+_VISUAL = ("visual", "vision_tower")
 
 
 class Key(NamedTuple):
     """One key taken apart.
 
     Attributes:
-        kind: "text" (a tensor of the text model), "mtp", "visual" or "rotary" (not used by it),
-            or "unknown".
-        path: the tree path if `kind` is "text", else the key itself.
+        kind: "text" (a tensor of the text model), "mtp" (of its multi-token prediction head),
+            "visual" or "rotary" (not used by it), or "unknown".
+        path: the tree path if `kind` is "text" or "mtp", else the key itself.
         prefix: what stands before the tree path; empty if `kind` is not "text".
     """
 
@@ -46,8 +47,10 @@ def parse_key(key: str) -> Key:
     last = len(segments) - 1
     depth = next((i for i, s in enumerate(segments[:-1]) if s not in _CONTAINERS), last)
     prefix, rest = "".join(f"{s}." for s in segments[:depth]), segments[depth:]
-    if rest[0] in _SKIPPED:
-        return Key("mtp" if rest[0] == "mtp" else "visual", key)
+    if rest[0] == "mtp":
+        return Key("mtp", ".".join(rest))
+    if rest[0] in _VISUAL:
+        return Key("visual", key)
     if rest[-2:] == ["rotary_emb", "inv_freq"]:
         return Key("rotary", key)
     path = ".".join(rest)
@@ -57,4 +60,10 @@ def parse_key(key: str) -> Key:
 
 def speller(prefix: str, head_prefix: str = "") -> Callable[[str], str]:
     """Gives the function from tree paths to keys under a prefix: the inverse of `parse_key`."""
-    return lambda path: (head_prefix if path == HEAD else prefix) + path
+
+    def spell(path: str) -> str:
+        if path.startswith(MTP):
+            return path
+        return (head_prefix if path == HEAD else prefix) + path
+
+    return spell

@@ -1,9 +1,9 @@
 """The one table between keys in Hugging Face folders and paths in the parameter tree.
 
-A tree path is the key of a text-only checkpoint without its `model.`. `MODEL_ROWS` and
-`LAYER_ROWS` list every tree tensor with its shape and the condition under which a model has it;
+A tree path is the key of a text-only checkpoint without its `model.`. `MODEL_ROWS`, `LAYER_ROWS`
+and `MTP_ROWS` list every tree tensor with its shape and the condition under which a model has it;
 `FORMS` lists the ways in which some are stored otherwise. `tensors` expands both over the layers
-and experts of a model; loading follows them from keys to paths, exporting back.
+and experts of a model; loading and converting follow them from keys to paths, exporting back.
 
 Letters in shapes: V vocabulary, D hidden, N query heads, K key/value heads, H head dim, G rows of
 q_proj per query row (2 with an output gate), Hk/Hv and Dk/Dv heads and head dims of linear
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .keys import HEAD, HeadPrefix, Prefix
+from .keys import HEAD, MTP, HeadPrefix, Prefix
 
 if TYPE_CHECKING:
     from ..config import QwenConfig
@@ -80,7 +80,7 @@ MODEL_ROWS = (
     Row(HEAD, "V D", _untied),
 )
 
-# Under `layers.{i}.`
+# Under `layers.{i}.`, and under `mtp.layers.{i}.` for a multi-token prediction layer.
 LAYER_ROWS = (
     Row("input_layernorm.weight", "D", _always),
     Row("post_attention_layernorm.weight", "D", _always),
@@ -113,6 +113,15 @@ LAYER_ROWS = (
     Row("mlp.shared_expert.up_proj.weight", "Fs D", _shared),
     Row("mlp.shared_expert.down_proj.weight", "D Fs", _shared),
     Row("mlp.shared_expert_gate.weight", "1 D", _shared),
+)
+
+# Under `mtp.`, beside its layers: the multi-token prediction head, which shares the embedding and
+# the output head.
+MTP_ROWS = (
+    Row("fc.weight", "D 2*D", _always),
+    Row("pre_fc_norm_embedding.weight", "D", _always),
+    Row("pre_fc_norm_hidden.weight", "D", _always),
+    Row("norm.weight", "D", _always),
 )
 
 
@@ -153,7 +162,7 @@ _SHARED = "mlp.shared_expert."
 _QKV, _Z, _B, _A = (f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
 _QKVZ = ((_QKV, "Dk"), (_QKV, "Dk"), (_QKV, "R*Dv"), (_Z, "R*Dv"))
 
-# Under `layers.{i}.`
+# Under `layers.{i}.` and `mtp.layers.{i}.`
 FORMS = (
     Form(
         "experts",
@@ -187,12 +196,21 @@ FORMS = (
 )
 
 
+Experts = Literal["fused", "per_expert"]
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a folder names and groups the tensors of a model; the defaults are the tree's form."""
 
     prefix: Prefix = "model."
     head_prefix: HeadPrefix = ""
-    experts: Literal["fused", "per_expert"] = "fused"
+    experts: Experts = "fused"
     linear_projections: Literal["split", "interleaved"] = "split"
     shared_expert: Literal["split", "merged"] = "split"
+    mtp_experts: Experts = "fused"
+
+    def option(self, name: str, place: str) -> str:
+        """The value of a `Form`'s option for tensors under `place`."""
+        in_mtp = name == "experts" and place.startswith(MTP)
+        return self.mtp_experts if in_mtp else getattr(self, name)

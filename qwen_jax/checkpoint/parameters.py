@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
-from .plan import LoadPlan, Source
+from .assemble import assemble
+from .plan import LoadPlan
 from .problems import Problems
-from .safetensors_io import TensorFolder
 from .tensors import tree_tensors
 
 if TYPE_CHECKING:
@@ -85,26 +85,6 @@ def load_parameters(
         if progress is not None:
             progress(source.path, array.nbytes)
     return arrays
-
-
-def assemble(folder: TensorFolder, source: Source, dtype: np.dtype) -> np.ndarray:
-    """Builds one tree tensor on the host.
-
-    Args:
-        folder: the folder that the source was planned for.
-        source: the tensor.
-        dtype: dtype of the result.
-
-    Returns:
-        The tensor: a read-only view of the file if it is stored just so, else a new array.
-    """
-    only = source.pieces[0].key if len(source.pieces) == 1 else None
-    if only is not None and folder.tensors[only].shape == source.shape:
-        return folder.read(only).astype(dtype, copy=False)
-    tree = np.empty(source.shape, dtype)
-    for piece in source.pieces:
-        piece.gather(tree, folder.read(piece.key))
-    return tree
 
 
 def _put(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from .formats import refuse_quantised
-from .keys import HEAD, parse_key, speller
-from .mapping import EMBEDDING, FORMS, Form
+from .head import decide_head
+from .keys import HEAD, MTP, HeadPrefix, Prefix, parse_key, speller
+from .mapping import FORMS, Form, Layout
 from .problems import Problems, show
 from .safetensors_io import TensorFolder
-from .tensors import Shape, StoredTensor, expand, tree_tensors
+from .tensors import Shape, StoredTensor, TreeTensor, expand, tree_tensors
 from .transforms import Piece
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ WEIGHT_DTYPES = ("BF16", "F16", "F32")
 
 _EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 _LAYER_NUMBER = re.compile(r"(?<=layers\.)\d+(?=\.)")
-_COMPARED_ROWS = 4096
 
 
 class Source(NamedTuple):
@@ -54,6 +51,9 @@ class LoadPlan:
         config: the configuration to build the model with: the one that was given, except that
             `tie_word_embeddings` is false where the folder has an output head of its own.
         sources: one for each tree tensor, in the order of `tree_tensors(config)`.
+        mtp_layers: layers of the multi-token prediction head among the sources; 0 for no head.
+        layout: how the folder groups its tensors; where layers differ, any departure from the
+            tree's form counts.
         skipped: how many tensors are not part of the text model, by kind ("mtp", "visual",
             "rotary").
         notes: what a person should be told once.
@@ -62,6 +62,8 @@ class LoadPlan:
     folder: TensorFolder
     config: QwenConfig
     sources: tuple[Source, ...]
+    mtp_layers: int
+    layout: Layout
     skipped: Mapping[str, int]
     notes: tuple[str, ...]
 
@@ -72,17 +74,18 @@ class LoadPlan:
         return sum(self.folder.tensors[key].nbytes for key in keys)
 
 
-def plan_load(folder: TensorFolder, config: QwenConfig) -> LoadPlan:
+def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) -> LoadPlan:
     """Finds the source of every tree tensor in a folder.
 
-    Prefix and grouping are decided tensor by tensor from the keys. `mtp.*` and vision tensors are
-    skipped and counted. An output head in the file wins over `tie_word_embeddings`: where that
-    says tied, a head equal to the embedding bit for bit is dropped, and any other is used, with a
-    warning.
+    Prefix and grouping are decided tensor by tensor from the keys. Vision tensors are skipped and
+    counted. An output head in the file wins over `tie_word_embeddings`: where that says tied, a
+    head equal to the embedding bit for bit is dropped, and any other is used, with a warning.
 
     Args:
         folder: the opened folder.
         config: the model that it should hold.
+        mtp: whether the multi-token prediction head belongs to the tree if the folder has one;
+            else its tensors are skipped and counted.
 
     Returns:
         The plan; only an output head that might be a copy of the embedding has been read.
@@ -91,17 +94,20 @@ def plan_load(folder: TensorFolder, config: QwenConfig) -> LoadPlan:
         CheckpointError: quantised weights, or keys that are missing, unknown, misshapen, of
             another dtype, found twice, or found in two layouts; all of them in one error.
     """
-    refuse_quantised(folder.path, folder.tensors)
+    if not folder.dequantises:
+        refuse_quantised(folder.path, folder.tensors)
     problems = Problems()
-    found, prefix, skipped = _sort_keys(folder, problems)
-    config, dropped = _decide_head(folder, config, found)
-    forms, contested = _decide_forms(config, found, problems)
-    spell = speller(prefix)
+    found, prefixes, skipped = _sort_keys(folder, mtp, problems)
+    config, dropped = decide_head(folder, config, found)
+    mtp_layers = max(config.mtp_num_hidden_layers, 1) if _any_mtp(found) else 0
+    forms, contested = _decide_forms(config, mtp_layers, found, problems)
+    spell = speller(prefixes.prefix, prefixes.head_prefix)
     stored = list(
         expand(
             config,
-            lambda form, layer: (layer, form) in forms,
+            lambda form, place: (place, form) in forms,
             lambda path: found.get(path, spell(path)),
+            mtp_layers,
         )
     )
     _compare(folder, stored, problems)
@@ -116,73 +122,64 @@ def plan_load(folder: TensorFolder, config: QwenConfig) -> LoadPlan:
         "Check that config.json and the weights are of one release.",
     )
     notes = [f"skipped {count} {kind} tensors" for kind, count in skipped.items()]
-    return LoadPlan(
-        folder, config, _sources(folder, config, stored), skipped, (*folder.notes, *notes)
-    )
+    sources = _sources(folder, tree_tensors(config, mtp_layers), stored)
+    layout = _layout(prefixes, forms)
+    return LoadPlan(folder, config, sources, mtp_layers, layout, skipped, (*folder.notes, *notes))
+
+
+def _any_mtp(found: Mapping[str, str]) -> bool:
+    return any(path.startswith(MTP) for path in found)
+
+
+def _layout(prefixes: Layout, forms: set[tuple[str, Form]]) -> Layout:
+    """The prefixes with every departure from the tree's form that some layer shows."""
+    options = {
+        "mtp_experts" if place.startswith(MTP) and form.option == "experts" else form.option: (
+            form.value
+        )
+        for place, form in forms
+    }
+    return replace(prefixes, **options)
 
 
 def _sort_keys(
-    folder: TensorFolder, problems: Problems
-) -> tuple[dict[str, str], str, dict[str, int]]:
-    """Returns key by tree path, the commonest prefix, and counts of skipped tensors."""
+    folder: TensorFolder, mtp: bool, problems: Problems
+) -> tuple[dict[str, str], Layout, dict[str, int]]:
+    """Returns key by tree path, the commonest prefixes, and counts of skipped tensors."""
     found: dict[str, str] = {}
     prefixes, skipped = Counter[str](), Counter[str]()
+    head_prefix = ""
     for key in folder.tensors:
         kind, path, prefix = parse_key(key)
         if kind == "unknown":
             problems.add("under an unknown prefix", show(key))
-        elif kind != "text":
+        elif kind != "text" and not (kind == "mtp" and mtp):
             skipped[kind] += 1
         elif path in found:
             problems.add("duplicate", f"{show(found[path])} and {show(key)} are one tensor")
         else:
             found[path] = key
-            prefixes[prefix] += path != HEAD
-    prefix = prefixes.most_common(1)[0][0] if prefixes.total() else "model."
-    return found, prefix, dict(skipped)
-
-
-def _decide_head(
-    folder: TensorFolder, config: QwenConfig, found: Mapping[str, str]
-) -> tuple[QwenConfig, set[str]]:
-    """Returns the configuration as the file's head wants it, and the key of a needless head."""
-    if not config.tie_word_embeddings or HEAD not in found:
-        return config, set()
-    if EMBEDDING in found and _same(folder, found[HEAD], found[EMBEDDING]):
-        return config, {found[HEAD]}
-    warnings.warn(
-        f"{folder.path}: the configuration says tie_word_embeddings true, but "
-        f"{show(found[HEAD])} differs from the embedding; the head in the file is used",
-        stacklevel=3,
-    )
-    return replace(config, tie_word_embeddings=False), set()
-
-
-def _same(folder: TensorFolder, first: str, second: str) -> bool:
-    """Compares two tensors bit for bit, a few rows at a time."""
-    a, b = folder.tensors[first], folder.tensors[second]
-    if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in WEIGHT_DTYPES or not a.shape:
-        return False
-    left, right = (folder.read(key).view(np.uint8) for key in (first, second))
-    starts = range(0, len(left), _COMPARED_ROWS)
-    return all(
-        np.array_equal(left[s : s + _COMPARED_ROWS], right[s : s + _COMPARED_ROWS]) for s in starts
-    )
+            if path == HEAD:
+                head_prefix = prefix
+            elif kind == "text":
+                prefixes[prefix] += 1
+    commonest = prefixes.most_common(1)[0][0] if prefixes else "model."
+    return found, Layout(cast(Prefix, commonest), cast(HeadPrefix, head_prefix)), dict(skipped)
 
 
 def _decide_forms(
-    config: QwenConfig, found: Mapping[str, str], problems: Problems
-) -> tuple[set[tuple[int, Form]], set[str]]:
-    """Returns the forms used in each layer, and keys of tensors that are there in two forms."""
+    config: QwenConfig, mtp_layers: int, found: Mapping[str, str], problems: Problems
+) -> tuple[set[tuple[str, Form]], set[str]]:
+    """Returns the forms used under each place, and keys of tensors that are there in two forms."""
     stems = {_EXPERT_NUMBER.sub("{e}", path): key for path, key in found.items()}
     forms, contested = set(), set()
-    for layer in range(config.num_hidden_layers):
-        place = f"layers.{layer}."
+    places = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
+    for place in (*places, *(f"{MTP}layers.{layer}." for layer in range(mtp_layers))):
         for form in FORMS:
             others = [stems[place + p.key] for p in form.parts if place + p.key in stems]
             plain = [found[place + path] for path in form.paths if place + path in found]
             if others:
-                forms.add((layer, form))
+                forms.add((place, form))
             if others and plain:
                 contested.update(plain)
                 both = f"{show(plain[0])} and {show(others[0])}"
@@ -209,7 +206,7 @@ def _remark(tensor: StoredTensor) -> str:
     path = tensor.pieces[0].path
     if path == HEAD:
         return " (the configuration says tie_word_embeddings false)"
-    within = path.partition(".")[2].partition(".")[2]
+    within = path.removeprefix(MTP).partition(".")[2].partition(".")[2]
     other = [part.key for form in FORMS if within in form.paths for part in form.parts]
     names_itself = tensor.key.endswith(path)
     return f" (or {' and '.join(other)})" if other and names_itself else ""
@@ -230,7 +227,7 @@ def _numbers_beyond(unused: list[str], config: QwenConfig) -> list[str]:
 
 
 def _sources(
-    folder: TensorFolder, config: QwenConfig, stored: list[StoredTensor]
+    folder: TensorFolder, tree: Mapping[str, TreeTensor], stored: list[StoredTensor]
 ) -> tuple[Source, ...]:
     """Groups pieces by tree tensor, in the order in which they lie in the files."""
 
@@ -243,5 +240,5 @@ def _sources(
         pieces.setdefault(piece.path, []).append(piece)
     return tuple(
         Source(path, tensor.shape, tensor.float32, tuple(sorted(pieces[path], key=position)))
-        for path, tensor in tree_tensors(config).items()
+        for path, tensor in tree.items()
     )

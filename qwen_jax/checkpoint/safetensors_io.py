@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from .problems import Problems, listed, show
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EVERY_ROW = slice(None)
 
 
 class TensorFolder:
@@ -36,7 +38,11 @@ class TensorFolder:
         tensors: what each tensor is, by key; nothing of the data has been read.
         shards: names of the files that hold them, relative to `path`.
         notes: what a person should be told once, such as files that were ignored.
+        dequantises: whether quantised matrices look like plain ones here; the files as they are
+            do not.
     """
+
+    dequantises: ClassVar[bool] = False
 
     def __init__(self, path: Path, tensors: dict[str, TensorInfo], notes: tuple[str, ...]) -> None:
         self.path = path
@@ -50,15 +56,16 @@ class TensorFolder:
         """Bytes of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, rows: slice = EVERY_ROW) -> np.ndarray:
         """Gives one tensor as a read-only view of the mapped file, at an address of any alignment.
 
         Args:
             name: key of the tensor, as in `tensors`.
+            rows: which part of its first axis; a scalar has none.
 
         Returns:
-            An array of the shape and dtype in the file (bfloat16 and float8 as `ml_dtypes` has
-            them).
+            An array of the dtype in the file (bfloat16 and float8 as `ml_dtypes` has them), and,
+            with all rows, of the shape there.
 
         Raises:
             CheckpointError: no such tensor, a dtype that NumPy cannot hold, or a file that has
@@ -74,13 +81,14 @@ class TensorFolder:
                 f"dtypes that can be read are {', '.join(DTYPES)}"
             )
         if info.nbytes == 0:
-            return np.empty(info.shape, dtype)
+            return np.empty(info.shape, dtype)[rows]
         raw = np.frombuffer(self._map(info.shard), np.uint8)
         if info.stop > raw.size:
             raise CheckpointError(
                 f"{show(info.shard)}: the file has been cut short since it was opened"
             )
-        return raw[info.start : info.stop].view(dtype).reshape(info.shape)
+        tensor = raw[info.start : info.stop].view(dtype).reshape(info.shape)
+        return tensor[rows] if info.shape else tensor
 
     def _map(self, shard: str) -> mmap.mmap:
         if shard not in self._maps:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from .keys import speller
-from .mapping import FORMS, LAYER_ROWS, MODEL_ROWS, Form, Layout, Row
+from ..errors import CheckpointError
+from .keys import MTP, speller
+from .mapping import FORMS, LAYER_ROWS, MODEL_ROWS, MTP_ROWS, Form, Layout, Row
 from .transforms import Piece
 
 if TYPE_CHECKING:
@@ -31,54 +32,66 @@ class StoredTensor(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def tree_tensors(config: QwenConfig) -> dict[str, TreeTensor]:
+def tree_tensors(config: QwenConfig, mtp_layers: int = 0) -> dict[str, TreeTensor]:
     """Lists the parameter tree of a configuration.
 
     Args:
         config: the model; with `tie_word_embeddings` the tree has no `lm_head.weight`.
+        mtp_layers: layers of the multi-token prediction head; 0 leaves the head out.
 
     Returns:
         Shape and kept dtype by tree path.
     """
     return {
         place.prefix + path: TreeTensor(place.shapes[path], row.float32)
-        for place in _places(config)
+        for place in _places(config, mtp_layers)
         for path, row in place.rows.items()
     }
 
 
-def stored_tensors(config: QwenConfig, layout: Layout) -> dict[str, StoredTensor]:
+def stored_tensors(
+    config: QwenConfig, layout: Layout, mtp_layers: int = 0
+) -> dict[str, StoredTensor]:
     """Lists every tensor of a folder that holds a model in a given layout.
 
     Args:
         config: the model.
         layout: prefix and grouping.
+        mtp_layers: layers of the multi-token prediction head; 0 leaves the head out.
 
     Returns:
         Shape and pieces by key. Each row of each tree tensor is in exactly one piece.
     """
     spell = speller(layout.prefix, layout.head_prefix)
-    stored = expand(config, lambda form, _: getattr(layout, form.option) == form.value, spell)
+
+    def chosen(form: Form, place: str) -> bool:
+        return layout.option(form.option, place) == form.value
+
+    stored = expand(config, chosen, spell, mtp_layers)
     return {tensor.key: tensor for tensor in stored}
 
 
 def expand(
-    config: QwenConfig, chosen: Callable[[Form, int], bool], spell: Callable[[str], str]
+    config: QwenConfig,
+    chosen: Callable[[Form, str], bool],
+    spell: Callable[[str], str],
+    mtp_layers: int = 0,
 ) -> Iterator[StoredTensor]:
     """Expands the mapping table over the layers and experts of a model.
 
     Args:
         config: the model.
-        chosen: whether a form is used in a layer; a tree tensor that no chosen form covers is
-            stored as it is.
+        chosen: whether a form is used under a place such as `layers.3.`; a tree tensor that no
+            chosen form covers is stored as it is.
         spell: the key in the folder of a tree path, or of the key of a `Part` with its layer and
             expert.
+        mtp_layers: layers of the multi-token prediction head; 0 leaves the head out.
 
     Yields:
         The stored tensors of the model, layer by layer.
     """
-    for place in _places(config):
-        forms = [f for f in FORMS if f.paths[0] in place.rows and chosen(f, place.layer)]
+    for place in _places(config, mtp_layers):
+        forms = [f for f in FORMS if f.paths[0] in place.rows and chosen(f, place.prefix)]
         for form in forms:
             yield from _expand_form(form, place, spell)
         grouped = {path for form in forms for path in form.paths}
@@ -89,22 +102,46 @@ def expand(
 
 
 class _Place(NamedTuple):
-    """The model itself (layer -1) or a layer: prefix of paths, rows that it has, and sizes."""
+    """The model itself, a layer, or a part of the MTP head: prefix, rows that it has, and sizes."""
 
-    layer: int
     prefix: str
     rows: dict[str, Row]
     shapes: dict[str, Shape]
     sizes: dict[str, int]
 
 
-def _places(config: QwenConfig) -> Iterator[_Place]:
-    for layer in range(-1, config.num_hidden_layers):
-        table = LAYER_ROWS if layer >= 0 else MODEL_ROWS
-        rows = {row.path: row for row in table if row.when(config, layer)}
-        sizes = _sizes(config, layer) if layer >= 0 else _model_sizes(config)
-        shapes = {path: _shape(row.shape, sizes) for path, row in rows.items()}
-        yield _Place(layer, f"layers.{layer}." if layer >= 0 else "", rows, shapes, sizes)
+def _places(config: QwenConfig, mtp_layers: int) -> Iterator[_Place]:
+    yield _place("", MODEL_ROWS, config, None)
+    for layer in range(config.num_hidden_layers):
+        yield _place(f"layers.{layer}.", LAYER_ROWS, config, layer)
+    if mtp_layers:
+        yield _place(MTP, MTP_ROWS, config, None)
+        for layer in range(mtp_layers):
+            yield _place(f"{MTP}layers.{layer}.", LAYER_ROWS, config, layer_like_mtp(config))
+
+
+def _place(prefix: str, table: tuple[Row, ...], config: QwenConfig, layer: int | None) -> _Place:
+    rows = {row.path: row for row in table if row.when(config, -1 if layer is None else layer)}
+    sizes = _model_sizes(config) if layer is None else _sizes(config, layer)
+    return _Place(
+        prefix, rows, {path: _shape(row.shape, sizes) for path, row in rows.items()}, sizes
+    )
+
+
+def layer_like_mtp(config: QwenConfig) -> int:
+    """The last layer with the parts of an MTP layer: attention, and experts if the model has any.
+
+    Raises:
+        CheckpointError: the model has no attention layer, so that no MTP head is known for it.
+    """
+    attention = [i for i, kind in enumerate(config.layer_types) if kind != "linear_attention"]
+    sparse = [i for i in attention if config.is_sparse(i)]
+    if not attention:
+        raise CheckpointError(
+            "the folder has mtp.* tensors, but its configuration has no attention layer, which an "
+            "MTP layer is; check that config.json and the weights are of one release"
+        )
+    return (sparse or attention)[-1]
 
 
 def _expand_form(form: Form, place: _Place, spell: Callable[[str], str]) -> Iterator[StoredTensor]:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,17 +16,17 @@ class Notes:
     """Remarks on standard error; silent under `--quiet`."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+        self.quiet = quiet
 
     def __call__(self, text: str) -> None:
         """Print one remark."""
-        if not self._quiet:
+        if not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar to advance by so many bytes, on a terminal; nothing elsewhere."""
-        if self._quiet or not sys.stderr.isatty():
+        if self.quiet or not sys.stderr.isatty():
             yield lambda advance: None
             return
         from rich.console import Console
@@ -35,17 +36,50 @@ class Notes:
             Progress,
             TextColumn,
             TimeRemainingColumn,
+            TransferSpeedColumn,
         )
 
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
+            TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(title, total=total)
             yield lambda advance: bar.advance(task, advance)
+
+
+class _Lines:
+    """Progress where no bar can be drawn: a line each tenth of the work, ten seconds apart."""
+
+    def __init__(self, notes: Notes, title: str, total: int) -> None:
+        self._notes, self._title, self._total = notes, title, max(total, 1)
+        self._begin = self._last = time.monotonic()
+        self._done, self._told = 0, 0.0
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        now, share = time.monotonic(), self._done / self._total
+        if share < self._told + 0.1 or now < self._last + 10 or share >= 1:
+            return
+        self._told, self._last = share, now
+        left = (now - self._begin) * (1 / share - 1)
+        amounts = f"{size(self._done)} of {size(self._total)}"
+        self._notes(f"{self._title}: {amounts}, {duration(left)} to go")
+
+
+def duration(seconds: float) -> str:
+    """A time for a reader: "0.4 s", "12 s", "3 min 20 s", "2 h 5 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def write_text(text: str) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, RequestError
 from .console import accept_any_text, scaled, size, table, write_json
-from .options import DType, Switch, Whole
-from .shape import Shape, find_shape, parse_memory
+from .options import DType, Switch, Text, Whole
+from .shape import Shape, find_shape, parse_size
 
 if TYPE_CHECKING:
     from ..config import QwenConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def inspect(
     model: str,
     *,
+    revision: Text = None,
     memory: str | None = None,
     batch_size: Whole = 1,
     dtype: DType | None = None,
@@ -27,20 +28,22 @@ def inspect(
     """Say what a model is and what it costs, without loading it.
 
     Args:
-        model: a model folder, demo, or the name of a released shape such as qwen3.6-35b-a3b.
+        model: a model folder, demo, the id of a model on the Hub (organisation/name), of which
+            no weights are fetched, or the name of a released shape such as qwen3.6-35b-a3b.
+        revision: branch, tag or commit of a Hub model; the main branch by default.
         memory: what context fits in this memory: 24GB, 22.5GiB, 800MB, or a number of bytes.
         batch_size: sequences at a time (1 by default), for --memory.
         dtype: count weights and cache in this dtype; the model's own by default.
         json: write one JSON object.
     """
     accept_any_text()
-    budget = None if memory is None else parse_memory(memory)
+    budget = None if memory is None else parse_size(memory, "--memory")
     if batch_size < 1:
         raise RequestError(f"--batch-size is {batch_size}; accepted is a whole number from 1 on")
-    shape = find_shape(model)
+    shape = find_shape(model, revision, weights=False)
     config, files = shape.config, None
     if shape.folder is not None:
-        files, config = _holdings(shape.folder, config)
+        files, config = _holdings(shape.folder, config, fetched=shape.fetched)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     report = {
@@ -88,17 +91,23 @@ def _fit(config: QwenConfig, memory: int, batch_size: int) -> dict[str, int]:
     }
 
 
-def _holdings(folder: Path, config: QwenConfig) -> tuple[dict[str, Any], QwenConfig]:
+def _holdings(
+    folder: Path, config: QwenConfig, *, fetched: bool
+) -> tuple[dict[str, Any], QwenConfig]:
     """What a folder holds, and the configuration as its weights want it.
 
     Quantised weights, and a folder without weights, are named; damaged or unfit ones raise
-    `CheckpointError`.
+    `CheckpointError`. Weights that are on the Hub only are none.
     """
+    from .. import hub
     from ..checkpoint.formats import quantisation
     from ..checkpoint.plan import plan_load
     from ..checkpoint.safetensors_io import INDEX, open_folder
 
     quantised = quantisation(folder, ())
+    if fetched and not hub.has_weights(folder):
+        not_here = "on the Hub, not fetched: all figures are from the configuration"
+        return {"path": str(folder), "weights": not_here, "quantised": quantised}, config
     if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
         return {
             "path": str(folder),

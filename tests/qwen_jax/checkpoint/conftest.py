@@ -80,14 +80,14 @@ def family(request: pytest.FixtureRequest, tiny: Callable[..., QwenConfig]) -> Q
 
 
 @pytest.fixture(scope="session")
-def random_tree() -> Callable[[QwenConfig], Arrays]:
+def random_tree() -> Callable[..., Arrays]:
     """Makes a parameter tree of random float32 values that bfloat16 and float16 hold exactly."""
 
-    def make(config: QwenConfig) -> Arrays:
+    def make(config: QwenConfig, mtp_layers: int = 0) -> Arrays:
         rng = np.random.default_rng(0)
         return {
             path: rng.integers(-128, 128, tensor.shape).astype(np.float32) / 64
-            for path, tensor in tree_tensors(config).items()
+            for path, tensor in tree_tensors(config, mtp_layers).items()
         }
 
     return make
@@ -97,9 +97,11 @@ def random_tree() -> Callable[[QwenConfig], Arrays]:
 def stored() -> Callable[..., Arrays]:
     """Regroups a tree into the tensors of a folder, in bfloat16."""
 
-    def make(config: QwenConfig, tree: Mapping[str, np.ndarray], layout: Layout) -> Arrays:
+    def make(
+        config: QwenConfig, tree: Mapping[str, np.ndarray], layout: Layout, mtp_layers: int = 0
+    ) -> Arrays:
         arrays = {}
-        for key, tensor in stored_tensors(config, layout).items():
+        for key, tensor in stored_tensors(config, layout, mtp_layers).items():
             arrays[key] = np.zeros(tensor.shape, ml_dtypes.bfloat16)
             for piece in tensor.pieces:
                 piece.scatter(arrays[key], tree[piece.path])

@@ -53,7 +53,7 @@ def message(tiny, write_folder):
 def test_format_is_named_from_the_configuration(message, config, format):
     text = message(config, [f"{MODULE}weight"])
     assert f"quantised weights ({format})" in text
-    assert "convert it to bf16 first" in text
+    assert "qwen-jax convert" in text
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,25 @@ def test_released_checkpoints_are_counted_exactly(preset, layout, tensors, param
     assert total(stored) == total(tree_tensors(config)) == parameters
 
 
+@pytest.mark.parametrize(
+    ("preset", "experts", "tensors", "parameters"),
+    [
+        # Qwen3.5-35B-A3B has its MTP experts one by one, Qwen3.6-35B-A3B stacked.
+        ("qwen3.6-35b-a3b", "per_expert", 785, 844_640_768),
+        ("qwen3.6-35b-a3b", "fused", 19, 844_640_768),
+        ("qwen3.5-4b", "fused", 15, None),
+    ],
+)
+def test_released_mtp_heads_are_counted_exactly(preset, experts, tensors, parameters):
+    config, layout = QwenConfig.preset(preset), Layout(mtp_experts=experts)
+    stored = stored_tensors(config, layout, 1)
+    head = {key: tensor for key, tensor in stored.items() if key.startswith("mtp.")}
+    assert len(head) == tensors == len(stored) - len(stored_tensors(config, layout))
+    assert total(stored) == total(tree_tensors(config, 1))
+    if parameters is not None:
+        assert total(head) == parameters
+
+
 def test_shapes_of_the_released_hybrid_model():
     tree = {p: t.shape for p, t in tree_tensors(QwenConfig.preset("qwen3.6-35b-a3b")).items()}
     linear, full = "layers.38.linear_attn.", "layers.39.self_attn."

@@ -8,19 +8,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qwen_jax.checkpoint.assemble import assemble, runs, stored_dtype
 from qwen_jax.checkpoint.keys import PREFIXES
 from qwen_jax.checkpoint.mapping import Layout
-from qwen_jax.checkpoint.parameters import assemble
 from qwen_jax.checkpoint.plan import plan_load
 from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.checkpoint.tensors import tree_tensors
+from qwen_jax.errors import CheckpointError
 
 EXPERTS = "model.language_model.layers.0.mlp.experts."
 BF16 = ml_dtypes.bfloat16
 
 
 def holds(plan, tree):
-    assert [source.path for source in plan.sources] == list(tree_tensors(plan.config))
+    assert [source.path for source in plan.sources] == list(tree_tensors(plan.config, plan.mtp_layers))
     for source in plan.sources:
         array = assemble(plan.folder, source, np.dtype(np.float32))
         np.testing.assert_array_equal(array, tree[source.path], err_msg=source.path)
@@ -77,6 +78,71 @@ def test_mtp_is_skipped_whatever_its_layout(moe, planned, mtp):
     holds(plan, tree)
     assert plan.skipped == ({"mtp": 3} if extra else {})
     assert plan.nbytes == plan.folder.nbytes - 4 * len(extra)
+
+
+@pytest.mark.parametrize("experts", ["fused", "per_expert"])
+@pytest.mark.parametrize("mtp_experts", ["fused", "per_expert"])
+def test_mtp_belongs_to_the_tree_when_asked_for(
+    moe, random_tree, stored, write_folder, experts, mtp_experts
+):
+    config, _, _ = moe
+    tree = random_tree(config, 1)
+    layout = Layout("model.language_model.", experts=experts, mtp_experts=mtp_experts)
+    arrays = stored(config, tree, layout, 1)
+    plan = plan_load(open_folder(write_folder(arrays)), config, mtp=True)
+    holds(plan, tree)
+    assert (plan.mtp_layers, plan.skipped, plan.layout) == (1, {}, layout)
+
+
+def test_a_folder_without_mtp_has_none_even_if_asked_for(moe, write_folder):
+    config, tree, arrays = moe
+    plan = plan_load(open_folder(write_folder(arrays)), config, mtp=True)
+    holds(plan, tree)
+    assert plan.mtp_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mtp.fc.weight": None}, r"missing \(1\):\n    mtp.fc.weight"),
+        ({"mtp.layers.0.mlp.gate.weight": None}, "missing .*\n    mtp.layers.0.mlp.gate.weight"),
+        ({"mtp.layers.1.mlp.gate.weight": np.ones((3, 16), BF16)}, "unused"),
+        ({"mtp.layers.999999999.fc": np.ones(3, BF16)}, "unused"),
+        ({"mtp.fc.weight": np.ones((16, 16), BF16)}, "misshapen"),
+    ],
+)
+def test_an_mtp_head_that_does_not_fit_is_refused(
+    moe, random_tree, stored, write_folder, change, message
+):
+    config, _, _ = moe
+    arrays = stored(config, random_tree(config, 1), Layout(), 1) | change
+    arrays = {key: array for key, array in arrays.items() if array is not None}
+    folder = open_folder(write_folder(arrays))
+    with pytest.raises(CheckpointError, match=message):
+        plan_load(folder, config, mtp=True)
+
+
+def test_runs_of_rows_join_to_the_whole(family, random_tree, stored, planned):
+    for layout in (Layout(), Layout("model.", "", "per_expert", "interleaved", "merged")):
+        tree = random_tree(family)
+        plan = planned(family, stored(family, tree, layout), name=f"of {layout.experts}")
+        for source in plan.sources:
+            for limit in (1, 100, 1 << 20):
+                pieces = runs(plan.folder, source, limit)
+                rows = [assemble(plan.folder, source, np.dtype(BF16), run) for run in pieces]
+                np.testing.assert_array_equal(np.concatenate(rows), tree[source.path])
+
+
+def test_the_dtype_of_parts_that_differ_holds_them_all(moe, stored, planned):
+    config, tree, _ = moe
+    arrays = stored(config, tree, Layout(experts="per_expert"))
+    place = "model.layers.0.mlp.experts.1."
+    arrays[f"{place}up_proj.weight"] = arrays[f"{place}up_proj.weight"].astype(np.float16)
+    plan = planned(config, arrays)
+    dtypes = {source.path: stored_dtype(plan.folder, source).name for source in plan.sources}
+    assert dtypes["layers.0.mlp.experts.gate_up_proj"] == "float32"
+    assert dtypes["layers.0.mlp.experts.down_proj"] == "bfloat16"
+    holds(plan, tree)
 
 
 def test_vision_and_rotary_buffers_are_skipped_and_counted(moe, planned):

@@ -104,6 +104,7 @@ def test_interrupt_ends_with_130():
         if b"/reset" in line:  # it waits for the first turn now
             break
     process.send_signal(signal.SIGINT)
+    process.wait(60)  # `communicate` closes its input, and an end of input is no interrupt
     out, err = process.communicate()
     assert (process.returncode, out) == (130, b"")
     assert err.strip() == b"interrupted"
