@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Measure prefill, first-token and inter-token times."
     )
-    parser.add_argument("model", help="a preset, a model folder, or demo")
+    parser.add_argument("model", help="a preset, a model folder, demo, or a Hub id")
     for field in dataclasses.fields(BenchRequest):
         flag = "--" + field.name.replace("_", "-")
         if field.name == "dummy":
@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
             )
         elif field.name == "dtype":
             parser.add_argument(flag, choices=("float32", "bfloat16"))
+        elif field.name == "revision":
+            parser.add_argument(flag, help="branch, tag or commit of a Hub model")
         elif field.name != "model":
             parser.add_argument(flag, type=int, default=field.default)
     parser.add_argument("--output", type=Path, help="file to write the JSON result to")

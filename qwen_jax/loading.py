@@ -1,5 +1,7 @@
 """`load`: a model folder to a model on the device and its tokenizer."""
 
+from __future__ import annotations
+
 import dataclasses
 import importlib.resources
 import logging
@@ -11,12 +13,14 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from . import hub
+from .checkpoint.formats import quantisation
 from .checkpoint.parameters import abstract_parameters, load_parameters
 from .checkpoint.plan import LoadPlan, plan_load
 from .checkpoint.safetensors_io import open_folder
 from .config import QwenConfig
 from .decode.sampling import read_generation_config
-from .errors import CheckpointError
+from .errors import CheckpointError, RequestError
 from .memory import refuse_unless_fits
 from .model import CausalLM
 from .text import Tokenizer
@@ -29,18 +33,21 @@ _log = logging.getLogger(__name__)
 def load(
     path: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     dtype: DTypeLike | None = None,
     progress: Callable[[str, int], None] | None = None,
     on_plan: Callable[[LoadPlan], None] | None = None,
 ) -> tuple[CausalLM, Tokenizer | None]:
-    """Load a Hugging Face model folder of bf16, f16 or f32 weights.
+    """Load a Hugging Face model of bf16, f16 or f32 weights, from a folder or from the Hub.
 
     Tensors go to the device one at a time: peak host memory is the largest tensor, peak device
     memory the model and that tensor. The model's `config.eos_token_id` holds the end tokens of
     config, generation config and tokenizer together.
 
     Args:
-        path: a folder, or "demo" for the bundled model.
+        path: a folder, "demo" for the bundled model, or the id of a model on the Hugging Face
+            Hub ("Qwen/Qwen3-30B-A3B"), whose files are fetched where they are not cached.
+        revision: branch, tag or commit of the Hub model; its main branch if None.
         dtype: "float32" or "bfloat16" for weights and activations; the configuration's own if None.
         progress: called after each tensor with its path and bytes.
         on_plan: called before loading with what was found, skipped tensors included.
@@ -51,10 +58,11 @@ def load(
     Raises:
         ConfigError: the configuration is malformed or not implemented.
         CheckpointError: files are missing, damaged, unsafe, quantised, or do not fit the
-            configuration.
+            configuration, or the Hub model cannot be fetched.
+        RequestError: a revision of something that is not on the Hub.
         MemoryLimitError: the device is too small; nothing was loaded.
     """
-    folder = find_folder(path)
+    folder = find_runnable(path, revision)
     config = QwenConfig.from_hf(folder)
     dtype = config.dtype if dtype is None else dtype
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
@@ -78,18 +86,66 @@ def load(
     return model, tokenizer
 
 
-def find_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder that a model argument means."""
+def find_folder(
+    path: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    quiet: bool = False,
+) -> Path:
+    """The folder that a model argument means; a model of the Hub is fetched where it is not cached.
+
+    Args:
+        path: a folder, "demo", or `organisation/name` on the Hub. A folder goes before a Hub id.
+        revision: branch, tag or commit, for the Hub alone.
+        weights: whether a Hub model's weights are needed, and not its small files alone.
+        quiet: show no progress bars.
+
+    Raises:
+        CheckpointError: no such folder, or the Hub model cannot be fetched.
+        ConfigError: the Hub model's configuration is not implemented; no weights were fetched.
+        RequestError: a revision that is empty, or of something that is not on the Hub.
+    """
+    if revision is not None and not revision.strip():
+        raise RequestError(
+            "the revision is empty; give a branch, a tag or a commit, or leave it out"
+        )
+    if isinstance(path, str) and hub.is_hub_id(path):
+        folder = hub.fetch(path, revision, weights=False, quiet=quiet)
+        if weights:
+            QwenConfig.from_hf(folder)  # refused before gigabytes are fetched
+            hub.fetch_weights(path, folder, quiet=quiet)
+        return folder
+    if revision is not None:
+        raise RequestError(
+            f"revision {revision!r} is given for {os.fspath(path)!r}, which is not on the Hub; "
+            "give organisation/name, or leave the revision out"
+        )
     if os.fspath(path) == DEMO and not Path(path).is_dir():
         return Path(str(importlib.resources.files("qwen_jax") / "demo"))
     folder = Path(path)
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(
-            f"{folder} {kind}; accepted is a model folder with config.json and safetensors, "
-            'or "demo"'
+            f"{folder} {kind}; accepted are a model folder with config.json and safetensors, "
+            '"demo", and organisation/name for a model on the Hugging Face Hub'
         )
     return folder
+
+
+def find_runnable(
+    path: str | os.PathLike[str], revision: str | None = None, *, quiet: bool = False
+) -> Path:
+    """`find_folder` for weights to run: quantised ones on the Hub are refused before a download."""
+    if isinstance(path, str) and hub.is_hub_id(path):
+        folder = find_folder(path, revision, weights=False, quiet=quiet)
+        name = quantisation(folder, ())
+        if name is not None:
+            raise CheckpointError(
+                f"{path} on the Hub holds quantised weights ({name}), which are not run: convert "
+                f"them first (qwen-jax convert {path} DESTINATION), or use the unquantised release"
+            )
+    return find_folder(path, revision, quiet=quiet)
 
 
 def _flat(model: CausalLM, arrays: dict) -> Iterable[tuple[tuple, nnx.Variable]]:

@@ -11,6 +11,8 @@ from .header import DTYPES
 from .plan import Source
 from .safetensors_io import EVERY_ROW, TensorFolder
 
+_ALIGNMENT = 64
+
 
 def stored_dtype(folder: TensorFolder, source: Source) -> np.dtype:
     """The dtype that holds a tree tensor exactly: that of its parts, or float32 if they differ."""
@@ -34,11 +36,12 @@ def assemble(
     """
     whole = _stored_whole(folder, source)
     if whole is not None:
-        return folder.read(whole, rows).astype(dtype, copy=False)
+        stored = folder.read(whole, rows)
+        return stored if stored.dtype == dtype else aligned_copy(stored, dtype)
     if source.pieces[0].expert is None:
         return _gather(folder, source, dtype)[rows]
     start, stop, _ = rows.indices(source.shape[0])
-    tree = np.empty((stop - start, *source.shape[1:]), dtype)
+    tree = _aligned_empty((stop - start, *source.shape[1:]), dtype)
     for piece in source.pieces:
         if piece.expert is not None and start <= piece.expert < stop:
             piece._replace(expert=piece.expert - start).gather(tree, folder.read(piece.key))
@@ -67,9 +70,24 @@ def runs(folder: TensorFolder, source: Source, limit: int) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
+def aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Copies an array to memory that JAX on a CPU takes over as it is."""
+    copy = _aligned_empty(array.shape, dtype)
+    np.copyto(copy, array, casting="unsafe")
+    return copy
+
+
 def divisible(folder: TensorFolder, source: Source) -> bool:
     """Whether rows of a tree tensor can be built without the others."""
     return _stored_whole(folder, source) is not None or source.pieces[0].expert is not None
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array at an address that JAX on a CPU needs, or else it copies: a multiple of 64."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _stored_whole(folder: TensorFolder, source: Source) -> str | None:
@@ -79,7 +97,7 @@ def _stored_whole(folder: TensorFolder, source: Source) -> str | None:
 
 
 def _gather(folder: TensorFolder, source: Source, dtype: np.dtype) -> np.ndarray:
-    tree = np.empty(source.shape, dtype)
+    tree = _aligned_empty(source.shape, dtype)
     for piece in source.pieces:
         piece.gather(tree, folder.read(piece.key))
     return tree

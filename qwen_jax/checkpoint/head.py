@@ -54,8 +54,9 @@ def _same(folder: TensorFolder, first: str, second: str) -> bool:
     a, b = folder.tensors[first], folder.tensors[second]
     if (a.dtype, a.shape) != (b.dtype, b.shape) or len(a.shape) != 2:
         return False
-    runs = (slice(i, i + _COMPARED_ROWS) for i in range(0, a.shape[0], _COMPARED_ROWS))
-    return all(
-        np.array_equal(*(folder.read(key, rows).view(np.uint8) for key in (first, second)))
-        for rows in runs
-    )
+    for start in range(0, a.shape[0], _COMPARED_ROWS):
+        rows = slice(start, start + _COMPARED_ROWS)
+        left, right = (folder.read(key, rows).view(np.uint8) for key in (first, second))
+        if not np.array_equal(left, right):
+            return False
+    return True

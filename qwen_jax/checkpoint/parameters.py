@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
-from .assemble import assemble
+from .assemble import aligned_copy, assemble
 from .plan import LoadPlan
 from .problems import Problems
 from .tensors import tree_tensors
@@ -89,12 +90,16 @@ def load_parameters(
 
 def _put(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
     """Copies an array to the device, and waits, since a copy under way keeps `host` alive."""
-    array = jax.device_put(host, sharding)
-    if not host.flags.writeable and all(d.platform == "cpu" for d in array.devices()):
-        # A CPU array may share memory with what it was made from, even with `may_alias=False`;
-        # one that shared the mapped file would change with it.
-        array = jax.device_put(host.copy(), sharding)
-    return array.block_until_ready()
+    if not host.flags.writeable and _on_cpu(sharding):
+        # A CPU array shares memory with what it was made from, even with `may_alias=False`; one
+        # that shared the mapped file would change with it.
+        host = aligned_copy(host, host.dtype)
+    return jax.device_put(host, sharding).block_until_ready()
+
+
+def _on_cpu(sharding: jax.sharding.Sharding | None) -> bool:
+    devices = jnp.zeros(()).devices() if sharding is None else sharding.device_set
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _check_targets(plan: LoadPlan, targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -10,6 +10,9 @@ VERBS = {
     "generate": "Complete a prompt, or answer it with --chat.",
     "chat": "Talk with a model, turn by turn.",
     "inspect": "Say what a model is and what it costs, without loading it.",
+    "convert": "Convert any model folder to a native one.",
+    "export": "Write a model in the Hugging Face layout.",
+    "diff": "Compare two model folders tensor by tensor.",
     "bench": "Measure prefill, first-token and inter-token times.",
 }
 

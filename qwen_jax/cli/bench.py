@@ -8,12 +8,13 @@ from cyclopts import Parameter
 
 from .bench_request import BenchRequest
 from .console import Notes, accept_any_text, write_json
-from .options import DType, MaybeWhole, Switch, Whole
+from .options import DType, MaybeWhole, Switch, Text, Whole
 
 
 def bench(
     model: str,
     *,
+    revision: Text = None,
     dummy: Switch = False,
     prompt_tokens: Whole = 512,
     generation_tokens: Whole = 128,
@@ -29,7 +30,9 @@ def bench(
     """Measure prefill, first-token and inter-token times: greedy, compilation apart.
 
     Args:
-        model: a model folder, demo, or the name of a released shape with --dummy.
+        model: a model folder, demo, the id of a model on the Hub (organisation/name), or the
+            name of a released shape with --dummy.
+        revision: branch, tag or commit of a Hub model; the main branch by default.
         dummy: random weights, made on the device.
         prompt_tokens: tokens of each prompt (512 by default).
         generation_tokens: new tokens of each row (128 by default).
@@ -45,6 +48,7 @@ def bench(
     accept_any_text()
     request = BenchRequest(
         model=model,
+        revision=revision,
         dummy=dummy,
         prompt_tokens=prompt_tokens,
         generation_tokens=generation_tokens,

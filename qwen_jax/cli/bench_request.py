@@ -12,7 +12,8 @@ class BenchRequest:
     """What to measure.
 
     Attributes:
-        model: a preset, a folder, or "demo".
+        model: a preset, a folder, "demo", or the id of a model on the Hub.
+        revision: branch, tag or commit of a Hub model; its main branch if None.
         dummy: random weights, made on the device, instead of the folder's.
         prompt_tokens: tokens of each prompt, drawn at random.
         generation_tokens: new tokens of each row, from 2 on; end tokens don't stop a row.
@@ -28,6 +29,7 @@ class BenchRequest:
     """
 
     model: str
+    revision: str | None = None
     dummy: bool = False
     prompt_tokens: int = 512
     generation_tokens: int = 128

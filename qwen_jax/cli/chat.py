@@ -15,7 +15,7 @@ from ..errors import CacheFullError, MemoryLimitError, RequestError
 from .console import Notes, accept_any_text, dim, write_text
 from .generate import AnnouncedCompilation
 from .loading import ModelFolder
-from .options import DType, LimitFlags, SamplingFlags, TemplateFlags
+from .options import DType, LimitFlags, SamplingFlags, TemplateFlags, Text
 from .thinking import Part, ThinkParser
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _SAMPLING, _LIMITS, _TEMPLATE = SamplingFlags(), LimitFlags(), TemplateFlags()
 def chat(
     model: str,
     *,
+    revision: Text = None,
     template: TemplateFlags = _TEMPLATE,
     limits: LimitFlags = _LIMITS,
     sampling: SamplingFlags = _SAMPLING,
@@ -44,7 +45,8 @@ def chat(
     most 1024 tokens by default.
 
     Args:
-        model: a model folder, or demo.
+        model: a model folder, demo, or the id of a model on the Hub (organisation/name).
+        revision: branch, tag or commit of a Hub model; the main branch by default.
         template: what the chat template is given.
         limits: how long a reply is.
         sampling: how to choose tokens.
@@ -53,7 +55,7 @@ def chat(
     """
     notes = Notes(quiet=quiet)
     accept_any_text()
-    folder = ModelFolder.open(model, dtype, notes)
+    folder = ModelFolder.open(model, dtype, notes, revision)
     options = folder.sampling(sampling, notes)
     conversation = Conversation(folder, template, limits, options, notes)
     conversation.refuse_early()

@@ -23,6 +23,7 @@ _SAMPLING, _LIMITS, _TEMPLATE = SamplingFlags(), LimitFlags(), TemplateFlags()
 def generate(
     model: str,
     *,
+    revision: Text = None,
     prompt: Text = None,
     prompt_ids: Text = None,
     chat: Switch = False,
@@ -39,7 +40,8 @@ def generate(
     The text goes to standard output as it becomes certain, all else to standard error.
 
     Args:
-        model: a model folder, or demo.
+        model: a model folder, demo, or the id of a model on the Hub (organisation/name).
+        revision: branch, tag or commit of a Hub model; the main branch by default.
         prompt: the text to complete, used as it is; - reads it from standard input.
         prompt_ids: the prompt as token ids, separated by commas or spaces.
         chat: make the prompt a user's message in the model's chat template.
@@ -56,7 +58,7 @@ def generate(
     accept_any_text()
     if not chat:
         template.refuse_without_chat()
-    folder = ModelFolder.open(model, dtype, notes)
+    folder = ModelFolder.open(model, dtype, notes, revision)
     request = _Request(
         folder,
         _prompt(folder, prompt, prompt_ids, template if chat else None),

@@ -39,27 +39,34 @@ class ModelFolder:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def open(cls, name: str, dtype: str | None, notes: Notes) -> ModelFolder:
-        """Read configuration and tokenizer.
+    def open(
+        cls, name: str, dtype: str | None, notes: Notes, revision: str | None = None
+    ) -> ModelFolder:
+        """Read configuration and tokenizer; a model of the Hub is fetched where it is not cached.
 
         Args:
-            name: a folder, or "demo".
+            name: a folder, "demo", or the id of a model on the Hub.
             dtype: the dtype asked for; by default the folder's own, but float32 on a CPU.
-            notes: told when the default is not the folder's own.
+            notes: told of fetching, and when the default is not the folder's own.
+            revision: branch, tag or commit of the Hub model.
 
         Raises:
-            CheckpointError: no such folder, or a damaged one.
+            CheckpointError: no such folder, a damaged one, or one that cannot be fetched.
             ConfigError: the configuration is malformed or not implemented.
-            RequestError: the name is a preset's, which has no weights.
+            RequestError: the name is a preset's, which has no weights, or a revision of something
+                that is not on the Hub.
         """
-        from ..loading import find_folder
+        from .. import hub
+        from ..loading import find_runnable
         from ..text import Tokenizer
 
         if name.lower() in PRESET_NAMES and not Path(name).exists():
             raise RequestError(
                 f"{name} names a shape, which has no weights; give a model folder, or demo"
             )
-        path = find_folder(name)
+        if hub.is_hub_id(name):
+            notes(f"{name}: fetching from the Hub what is not cached")
+        path = find_runnable(name, revision, quiet=notes.quiet)
         config = QwenConfig.from_hf(path)
         config = dataclasses.replace(config, dtype=choose_dtype(config.dtype, dtype, notes))
         return cls(name, path, config, Tokenizer.from_folder(path))

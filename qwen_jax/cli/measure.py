@@ -67,7 +67,7 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
         CheckpointError: the folder's weights are missing, damaged, quantised, or another model's.
         MemoryLimitError: weights and cache cannot fit; nothing was loaded.
     """
-    shape = find_shape(request.model)
+    shape = find_shape(request.model, request.revision, weights=not request.dummy)
     config = _configuration(shape, request, note)
     weights, cache = weight_bytes(config), cache_bytes(config, request.batch_size, request.length)
     needed = weights + max(cache, _working_bytes(config) if request.dummy else 0)

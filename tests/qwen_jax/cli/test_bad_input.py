@@ -213,7 +213,7 @@ def test_model_that_cannot_fit_is_refused_before_loading(run, tiny, monkeypatch)
 
 
 def test_device_out_of_memory_is_a_failure(run, monkeypatch):
-    def out_of_memory(_: str) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nand much more")
 
     monkeypatch.setattr("qwen_jax.cli.inspect.find_shape", out_of_memory)

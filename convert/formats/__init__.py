@@ -1,0 +1,10 @@
+"""Quantised checkpoint formats, read as bfloat16: one file a format.
+
+`matching` sorts the keys of a folder into matrices, `settings` reads the configuration, and each
+format has a `match` that checks shapes and builds a matrix, which then reads rows.
+"""
+
+from .matching import Found, find_matrices
+from .quantised import Quantised
+
+__all__ = ["Found", "Quantised", "find_matrices"]

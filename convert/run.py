@@ -1,0 +1,73 @@
+"""A plan carried out: the one place that writes a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from qwen_jax.checkpoint.native import FORMAT_VERSION, SHARD_METADATA
+from qwen_jax.errors import CheckpointError
+
+from .destination import check_destination
+from .plan import Plan
+from .shard import plan_shards
+from .side_files import copy_side_files, write_config
+from .writer import Written, write_folder
+
+HF_METADATA = {"format": "pt"}
+
+
+def check(plan: Plan, destination: Path, *, resume: bool) -> None:
+    """Raises what `run` would at its start: a destination that is taken, or too full a disk."""
+    if destination.resolve().is_relative_to(plan.source.resolve()):
+        raise CheckpointError(
+            f"{destination} is the source or inside it; give a folder outside {plan.source}"
+        )
+    check_destination(destination, resume=resume, nbytes=plan.bytes_out)
+
+
+def run(
+    plan: Plan,
+    destination: Path,
+    *,
+    max_shard_bytes: int,
+    resume: bool = False,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Written:
+    """Writes the folder of a plan.
+
+    Args:
+        plan: what to write.
+        destination: the folder to be; it must not exist. Until all is done the work is in a
+            folder beside it, whose name ends in `.partial`.
+        max_shard_bytes: most bytes of tensors in a file.
+        resume: whether to go on with the work of a run that was interrupted.
+        progress: called with the bytes written since the last call.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: the destination cannot be used, the disk is full, or the source turns out
+            to be damaged; what is finished is kept for `resume`.
+    """
+
+    def finish(folder: Path, checksums: Mapping[str, str]) -> None:
+        copy_side_files(plan.source, plan.side_files, folder)
+        if plan.edit_files is not None:
+            plan.edit_files(folder)
+        if plan.native:
+            dataclasses.replace(plan.record, checksums=checksums).write(folder)
+        write_config(plan.config, folder)
+
+    return write_folder(
+        destination,
+        plan_shards(plan.tensors, max_shard_bytes),
+        fingerprint={**plan.identity, "max_shard_bytes": max_shard_bytes},
+        metadata=SHARD_METADATA if plan.native else HF_METADATA,
+        index_metadata={"format_version": FORMAT_VERSION} if plan.native else {},
+        finish=finish,
+        resume=resume,
+        progress=progress,
+    )

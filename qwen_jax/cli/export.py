@@ -1,0 +1,51 @@
+"""`qwen-jax export`: a native folder to one that transformers loads."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from .console import Notes
+from .conversion import Job
+from .options import Switch, Text
+
+
+def export(
+    source: str,
+    destination: str,
+    *,
+    experts: Literal["source", "fused", "per-expert"] = "source",
+    dry_run: Switch = False,
+    resume: Switch = False,
+    verify: Switch = False,
+    revision: Text = None,
+    max_shard_size: str = "4GB",
+    json: Switch = False,
+    quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
+) -> None:
+    """Write a model in the Hugging Face layout that transformers loads, bit for bit.
+
+    Args:
+        source: a native folder, or any other that convert reads.
+        destination: the folder to write; it must not exist.
+        experts: fused (one tensor a layer), per-expert, or as in the folder that was converted.
+        dry_run: say what would be done, and do nothing.
+        resume: go on with a run that was interrupted.
+        verify: read the result again and compare checksums.
+        revision: branch, tag or commit on the hub.
+        max_shard_size: most bytes in one file (4GB by default).
+        json: write one JSON object to standard output.
+        quiet: write nothing to standard error but errors and warnings.
+    """
+    from ..loading import find_folder
+
+    notes = Notes(quiet=quiet)
+    folder = find_folder(source, revision)
+    from convert.to_hf import plan_export
+
+    chosen = {"source": None, "fused": "fused", "per-expert": "per_expert"}[experts]
+    plan = plan_export(folder, experts=chosen)
+    Job(plan, destination, max_shard_size, resume=resume, verify=verify).run(
+        notes, dry_run=dry_run, json=json
+    )
