@@ -12,8 +12,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from convert.shard import OutputTensor, plan_shards
-from convert.writer import write_folder
+from convert.writing import OutputTensor, plan_shards, write_folder
 from qwen_jax.checkpoint.mapping import Experts, Layout
 from qwen_jax.checkpoint.tensors import stored_tensors
 from qwen_jax.config import QwenConfig

@@ -17,7 +17,7 @@ from qwen_jax.checkpoint.safetensors_io import TensorFolder
 from qwen_jax.checkpoint.tensors import StoredTensor, stored_tensors
 
 from .edit import Edit
-from .shard import OutputTensor
+from .writing import OutputTensor
 
 if TYPE_CHECKING:
     from qwen_jax.config import QwenConfig

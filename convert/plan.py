@@ -17,7 +17,7 @@ from qwen_jax.checkpoint.safetensors_io import TensorFolder
 
 from .logical import LogicalFolder
 from .outputs import CHUNK_BYTES, released_layout
-from .shard import OutputTensor
+from .writing import OutputTensor
 
 # For the estimate of time alone: what a plain solid-state disk reads and writes.
 ASSUMED_BYTES_PER_SECOND = 400e6

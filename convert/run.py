@@ -9,11 +9,9 @@ from pathlib import Path
 from qwen_jax.checkpoint.native import FORMAT_VERSION, SHARD_METADATA
 from qwen_jax.errors import CheckpointError
 
-from .destination import check_destination
 from .plan import Plan
-from .shard import plan_shards
 from .side_files import copy_side_files, write_config
-from .writer import Written, write_folder
+from .writing import Written, check_destination, plan_shards, write_folder
 
 HF_METADATA = {"format": "pt"}
 

@@ -110,7 +110,7 @@ def verified(folder: Path, checksums: Mapping[str, str], notes: Notes) -> None:
     Raises:
         CheckpointError: a tensor is not what was written, or the pass gives NaN or inf.
     """
-    from convert.checksums import verify_folder
+    from convert.writing import verify_folder
     from convert.self_check import self_check
     from qwen_jax.checkpoint.safetensors_io import open_folder
 

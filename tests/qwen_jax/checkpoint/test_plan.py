@@ -21,7 +21,8 @@ BF16 = ml_dtypes.bfloat16
 
 
 def holds(plan, tree):
-    assert [source.path for source in plan.sources] == list(tree_tensors(plan.config, plan.mtp_layers))
+    paths = [source.path for source in plan.sources]
+    assert paths == list(tree_tensors(plan.config, plan.mtp_layers))
     for source in plan.sources:
         array = assemble(plan.folder, source, np.dtype(np.float32))
         np.testing.assert_array_equal(array, tree[source.path], err_msg=source.path)

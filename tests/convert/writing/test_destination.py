@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from convert.destination import SLACK, check_destination
-from convert.writer import OutputTensor
+from convert.writing import OutputTensor
+from convert.writing.destination import SLACK, check_destination
 from qwen_jax.errors import CheckpointError
-from tests.convert.writing import random_arrays, tensor, write
+from tests.convert.writing.folders import random_arrays, tensor, write
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.writer import OutputTensor, Written, write_folder
+from convert.writing import OutputTensor, Written, write_folder
 from qwen_jax.errors import CheckpointError
 
 SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))

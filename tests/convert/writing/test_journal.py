@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qwen_jax.errors import CheckpointError
-from tests.convert.writing import (
+from tests.convert.writing.folders import (
     SHARDS,
     contents,
     failing,

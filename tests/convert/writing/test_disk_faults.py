@@ -12,12 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from convert.disk import Syncer
-from convert.shard import OutputTensor
+from convert.writing import OutputTensor
+from convert.writing.disk import Syncer
 from qwen_jax.errors import CheckpointError
-from tests.convert.writing import SHARDS, contents, random_arrays, three_shards, undisturbed, write
+from tests.convert.writing.folders import (
+    SHARDS,
+    contents,
+    random_arrays,
+    three_shards,
+    undisturbed,
+    write,
+)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +150,7 @@ def test_file_size_limit_of_the_system(tmp_path):
 import resource, sys
 from pathlib import Path
 from qwen_jax.errors import CheckpointError
-from tests.convert.writing import random_arrays, three_shards, write
+from tests.convert.writing.folders import random_arrays, three_shards, write
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 try:
     write(Path(sys.argv[1]))

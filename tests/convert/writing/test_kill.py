@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from convert import disk
-from tests.convert.writing import write
+from convert.writing import disk
+from tests.convert.writing.folders import write
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_anywhere(tmp_path, stride):
     run = subprocess.run(
-        [sys.executable, "-m", "tests.convert.killing", str(tmp_path), str(stride)],
+        [sys.executable, "-m", "tests.convert.writing.killing", str(tmp_path), str(stride)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

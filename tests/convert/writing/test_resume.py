@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convert.writer import OutputTensor
+from convert.writing import OutputTensor
 from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.errors import CheckpointError
-from tests.convert.writing import (
+from tests.convert.writing.folders import (
     SHARDS,
     contents,
     failing,

@@ -17,22 +17,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from .checksums import Mismatch, verify_folder
 from .destination import check_destination, check_room
 from .disk import Syncer, write_all
 from .prefetch import pieces, prefetch
-from .shard import OutputTensor, Shard, lay_out, plan_shards, tensor_bytes
+from .shard import OutputTensor, Shard, lay_out, tensor_bytes
 from .work import WorkFolder, open_work
-
-__all__ = [
-    "Mismatch",
-    "OutputTensor",
-    "Written",
-    "check_destination",
-    "plan_shards",
-    "verify_folder",
-    "write_folder",
-]
 
 Progress = Callable[[int], None]
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from convert.journal import JOURNAL
-from convert.writer import OutputTensor
+from convert.writing import OutputTensor
+from convert.writing.journal import JOURNAL
 from qwen_jax.errors import CheckpointError
-from tests.convert.writing import contents, finish, random_arrays, three_shards, write
+from tests.convert.writing.folders import contents, finish, random_arrays, three_shards, write
 
 CHANGES = ("mkdir", "open", "rename", "rmdir", "unlink", "ftruncate", "fsync")
 

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from convert import prefetch
-from convert.writer import OutputTensor, plan_shards, verify_folder
+from convert.writing import OutputTensor, plan_shards, prefetch, verify_folder
 from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.errors import CheckpointError
-from tests.convert.writing import (
+from tests.convert.writing.folders import (
     SHARDS,
     contents,
     finish,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convert.shard import lay_out, plan_digest, plan_shards
-from convert.writer import OutputTensor
+from convert.writing import OutputTensor
+from convert.writing.shard import lay_out, plan_digest, plan_shards
 from qwen_jax.errors import RequestError
-from tests.convert.writing import random_arrays, tensor, three_shards
+from tests.convert.writing.folders import random_arrays, tensor, three_shards
 
 
 def of_bytes(nbytes: int, key: str = "x") -> OutputTensor:

@@ -1,0 +1,16 @@
+"""Writing a model folder: shards, a journal to go on from, and an end that is all or nothing."""
+
+from .checksums import Mismatch, verify_folder
+from .destination import check_destination
+from .shard import OutputTensor, plan_shards
+from .writer import Written, write_folder
+
+__all__ = [
+    "Mismatch",
+    "OutputTensor",
+    "Written",
+    "check_destination",
+    "plan_shards",
+    "verify_folder",
+    "write_folder",
+]
