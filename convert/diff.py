@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from qwen_jax.checkpoint.assemble import assemble, divisible, runs, stored_dtype
+from qwen_jax.checkpoint.assemble import assemble, divisible, release, runs, stored_dtype
+from qwen_jax.checkpoint.header import DTYPES
 from qwen_jax.checkpoint.keys import parse_key
-from qwen_jax.checkpoint.plan import LoadPlan, Source
-from qwen_jax.checkpoint.safetensors_io import TensorFolder
+from qwen_jax.checkpoint.plan import WEIGHT_DTYPES, LoadPlan, Source
+from qwen_jax.checkpoint.safetensors_io import EVERY_ROW, TensorFolder
 from qwen_jax.checkpoint.transforms import Piece
 from qwen_jax.config import QwenConfig
 
 from .source import open_source
 
 _RUN_BYTES = 16 << 20
+_WEIGHT_DTYPES = [DTYPES[name] for name in WEIGHT_DTYPES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +110,13 @@ def _vision(folder: TensorFolder) -> dict[str, Source]:
     """The tensors of the vision tower, by their keys without the prefix."""
     sources = {}
     for key, info in folder.tensors.items():
-        if parse_key(key).kind == "visual":
-            path = "visual." + (key.partition("visual.")[2] or key)
-            rows = info.shape[0] if info.shape else 1
-            sources[path] = Source(path, info.shape, False, (Piece(path, key, 1, 0, rows, 0),))
+        if parse_key(key).kind != "visual":
+            continue
+        folder.read(key, slice(0, 0))  # raises if NumPy cannot hold it
+        path = "visual." + (key.partition("visual.")[2] or key)
+        path = key if path in sources else path
+        rows = info.shape[0] if info.shape else 1
+        sources[path] = Source(path, info.shape, False, (Piece(path, key, 1, 0, rows, 0),))
     return sources
 
 
@@ -144,6 +149,8 @@ def _compare(
         left = assemble(plans[0].folder, a, dtypes[0], rows)
         right = assemble(plans[1].folder, b, dtypes[1], rows)
         progress(left.nbytes)
+        release(plans[0].folder, a, rows)
+        release(plans[1].folder, b, rows)
         if dtypes[0] == dtypes[1] and _same_bits(left, right):
             continue
         run = _measure(left, right)
@@ -160,6 +167,8 @@ def _dtype(plan: LoadPlan, source: Source | None) -> np.dtype:
 
 def _common_runs(plans: tuple[LoadPlan, LoadPlan], a: Source, b: Source) -> Iterator[slice]:
     """Runs of rows that neither folder has to build twice."""
+    if not a.shape:
+        return iter((EVERY_ROW,))
     if all(divisible(plan.folder, source) for plan, source in zip(plans, (a, b), strict=True)):
         return runs(plans[0].folder, a, _RUN_BYTES)
     return iter((slice(0, a.shape[0]),))
@@ -172,8 +181,11 @@ def _same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 def _measure(left: np.ndarray, right: np.ndarray) -> tuple[float, float, int]:
     """Largest absolute and relative difference, and the number of values that differ."""
-    a, b = (array.astype(np.float32) for array in (left, right))
-    differs = a.view(np.uint32) != b.view(np.uint32)
+    wide, bits = np.dtype(np.float32), np.dtype(np.uint32)
+    if not all(array.dtype in _WEIGHT_DTYPES for array in (left, right)):
+        wide, bits = np.dtype(np.float64), np.dtype(np.uint64)
+    a, b = (array.astype(wide) for array in (left, right))
+    differs = a.view(bits) != b.view(bits)
     differs &= ~(np.isnan(a) & np.isnan(b))
     if not differs.any():
         return 0.0, 0.0, 0

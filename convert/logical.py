@@ -87,6 +87,13 @@ class LogicalFolder(TensorFolder):
             return np.empty((0, *matrix.shape[1:]), BFLOAT16)
         return matrix.read(self._folder, start, stop)
 
+    def release(self, name: str, rows: slice = EVERY_ROW) -> None:
+        """Lets the system take back the memory of what was read; see `TensorFolder.release`."""
+        if name not in self._matrices:
+            self._folder.release(name, rows)
+        for part in self.parts.get(name, ()):
+            self._folder.release(part)
+
     def zero_biases(self) -> frozenset[str]:
         """Finds the biases that packers add to modules without one.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_jax.checkpoint.assemble import assemble, divisible, runs, stored_dtype
+from qwen_jax.checkpoint.assemble import assemble, divisible, release, runs, stored_dtype
 from qwen_jax.checkpoint.header import DTYPES
 from qwen_jax.checkpoint.mapping import Experts, Layout
 from qwen_jax.checkpoint.plan import LoadPlan, Source
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .vocabulary import Vocabulary
 
 CHUNK_BYTES = 64 << 20
+_RUNS_KEPT = 8
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -83,7 +85,14 @@ def largest_gather(plan: LoadPlan, layout: Layout) -> int:
 
 
 def copies(folder: TensorFolder, keys: Iterable[str]) -> list[OutputTensor]:
-    """Lists tensors that are written as they are."""
+    """Lists tensors that are written as they are.
+
+    Raises:
+        CheckpointError: a tensor has a dtype or a shape that NumPy cannot hold.
+    """
+    keys = list(keys)
+    for key in keys:
+        folder.read(key, slice(0, 0))
     return [_copy(folder, key) for key in keys]
 
 
@@ -94,6 +103,7 @@ class _Tree:
     folder: TensorFolder
     sources: Mapping[str, Source]
     edits: tuple[Edit, ...]
+    read: deque[tuple[str, slice]] = field(default_factory=deque)
 
     def output(self, tensor: StoredTensor) -> OutputTensor:
         dtypes = {self.dtype(piece.path) for piece in tensor.pieces}
@@ -128,8 +138,16 @@ class _Tree:
     def whole(self, path: str) -> Iterator[np.ndarray]:
         for rows in runs(self.folder, self.sources[path], CHUNK_BYTES):
             yield np.ascontiguousarray(self.rows(path, rows))
+            self.release_later(path, rows)
         for edit in self.edits_of(path):
             yield edit.extra_rows(path, self.dtype(path))
+
+    def release_later(self, path: str, rows: slice) -> None:
+        """Gives back the memory of what was read some runs ago; later ones are being written."""
+        self.read.append((path, rows))
+        if len(self.read) > _RUNS_KEPT:
+            oldest, read = self.read.popleft()
+            release(self.folder, self.sources[oldest], read)
 
     def regrouped(self, tensor: StoredTensor, dtype: np.dtype) -> np.ndarray:
         """A stored tensor that is not a tree tensor: of one expert, or of several tree tensors."""
@@ -141,6 +159,7 @@ class _Tree:
             else:
                 rows = slice(piece.expert, piece.expert + 1)
                 piece._replace(expert=0).scatter(stored, self.rows(piece.path, rows))
+            self.release_later(piece.path, rows)
         return stored
 
 
@@ -157,5 +176,6 @@ def _copy(folder: TensorFolder, key: str) -> OutputTensor:
         step = CHUNK_BYTES // flat.dtype.itemsize
         for start in range(0, flat.size, step):
             yield flat[start : start + step]
+        folder.release(key)
 
     return OutputTensor(key, info.dtype, info.shape, chunks)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_jax.checkpoint.keys import parse_key
-from qwen_jax.checkpoint.plan import LoadPlan, plan_load
+from qwen_jax.checkpoint.plan import LoadPlan, plan_load, refuse_sizes
 from qwen_jax.checkpoint.tensors import tree_tensors
 from qwen_jax.config import QwenConfig
 from qwen_jax.configuration.spellings import load_config_file
@@ -51,6 +51,7 @@ def open_source(path: Path, *, mtp: bool = True) -> Source:
     """
     config = QwenConfig.from_hf(path)
     folder = open_logical(path)
+    refuse_sizes(folder, config)
     # Packers give modules a bias of zeros; that leaves out those which the model lacks.
     tree = tree_tensors(config)
     needless = {key for key in folder.zero_biases() if parse_key(key).path not in tree}

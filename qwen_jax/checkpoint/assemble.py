@@ -70,6 +70,18 @@ def runs(folder: TensorFolder, source: Source, limit: int) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
+def release(folder: TensorFolder, source: Source, rows: slice = EVERY_ROW) -> None:
+    """Gives back the memory of rows of a tree tensor that `assemble` has read."""
+    whole = _stored_whole(folder, source)
+    if whole is not None:
+        folder.release(whole, rows)
+        return
+    start, stop, _ = rows.indices(source.shape[0])
+    for piece in source.pieces:
+        if piece.expert is None or start <= piece.expert < stop:
+            folder.release(piece.key)
+
+
 def aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Copies an array to memory that JAX on a CPU takes over as it is."""
     copy = _aligned_empty(array.shape, dtype)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
-from .assemble import aligned_copy, assemble
+from .assemble import aligned_copy, assemble, release
 from .plan import LoadPlan
 from .problems import Problems
 from .tensors import tree_tensors
@@ -83,6 +83,7 @@ def load_parameters(
         host = assemble(plan.folder, source, np.dtype(target.dtype))
         arrays[source.path] = array = _put(host, target.sharding)
         del host
+        release(plan.folder, source)
         if progress is not None:
             progress(source.path, array.nbytes)
     return arrays

@@ -10,7 +10,6 @@ blobs.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Mapping
@@ -22,7 +21,8 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .formats import refuse_other_files
-from .header import DTYPES, TensorInfo, read_header, without_duplicates
+from .header import DTYPES, TensorInfo, read_header
+from .json_file import read_json
 from .problems import Problems, listed, show
 
 INDEX = "model.safetensors.index.json"
@@ -80,15 +80,43 @@ class TensorFolder:
                 f"{show(info.shard)}: tensor {show(name)} has dtype {show(info.dtype)}; "
                 f"dtypes that can be read are {', '.join(DTYPES)}"
             )
+        raw = self._bytes(info)
+        try:
+            tensor = raw.view(dtype).reshape(info.shape)
+        except ValueError as error:  # more axes than NumPy has, or sizes beside a 0 too large for it
+            text = f"tensor {show(name)} has shape {show(list(info.shape))}: {error}"
+            raise CheckpointError(f"{show(info.shard)}: {text}") from error
+        return tensor[rows] if info.shape else tensor
+
+    def _bytes(self, info: TensorInfo) -> np.ndarray:
         if info.nbytes == 0:
-            return np.empty(info.shape, dtype)[rows]
-        raw = np.frombuffer(self._map(info.shard), np.uint8)
-        if info.stop > raw.size:
+            return np.empty(0, np.uint8)
+        mapped = self._map(info.shard)
+        # The present size: to touch a page behind it would end the process.
+        if info.stop > min(mapped.size(), len(mapped)):
             raise CheckpointError(
                 f"{show(info.shard)}: the file has been cut short since it was opened"
             )
-        tensor = raw[info.start : info.stop].view(dtype).reshape(info.shape)
-        return tensor[rows] if info.shape else tensor
+        return np.frombuffer(mapped, np.uint8)[info.start : info.stop]
+
+    def release(self, name: str, rows: slice = EVERY_ROW) -> None:
+        """Lets the system take back the memory of what was read; reading it again still works.
+
+        Pages of a mapped file stay in the process until memory is short. They do no harm there,
+        but look as if the whole file were held.
+
+        Args:
+            name: key of the tensor.
+            rows: which part of its first axis.
+        """
+        info = self.tensors[name]
+        if info.shard not in self._maps or not info.nbytes:
+            return
+        length = info.shape[0] if info.shape else 1
+        start, stop, _ = rows.indices(length)
+        row = info.nbytes // length
+        first = (info.start + start * row) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._maps[info.shard].madvise(mmap.MADV_DONTNEED, first, info.start + stop * row - first)
 
     def _map(self, shard: str) -> mmap.mmap:
         if shard not in self._maps:
@@ -125,7 +153,7 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
             f"{path} {kind}; give the folder that holds config.json and the weights"
         )
     index = path / INDEX
-    placed = _read_index(index) if index.is_file() else None
+    placed = _read_index(index) if os.path.lexists(index) else None
     shards = _single_shard(path) if placed is None else sorted(set(placed.values()))
     _check_present(path, shards, placed)
     tensors = _read_shards(path, shards, placed)
@@ -140,10 +168,7 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Reads which shard holds which tensor; every shard path stays inside the folder."""
-    try:
-        content = json.loads(index.read_bytes(), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{INDEX} cannot be read: {error}") from error
+    content = read_json(index)
     placed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(f"{INDEX} has no weight_map that says which file holds which tensor")
@@ -185,7 +210,11 @@ def _check_present(path: Path, shards: list[str], placed: Mapping[str, str] | No
     problems = Problems()
     for shard in shards:
         file = path / shard
-        if file.is_file():
+        try:
+            if file.is_file():
+                continue
+        except OSError as error:  # a name that no file system has
+            problems.add("shards", f"{show(shard)}: {error.strerror}")
             continue
         held = sum(place == shard for place in placed.values()) if placed else 0
         holds = f", which holds {held} of {len(placed)} tensors" if placed else ""
