@@ -11,56 +11,113 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- results: bench -->", "<!-- end of results -->"
+END = "<!-- end of results -->"
 
 
-def rows() -> list[dict[str, Any]]:
-    """All results of `bench`, by device, model and batch size."""
+def results(benchmark: str) -> list[dict[str, Any]]:
+    """All kept results of one benchmark."""
     paths = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
     found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    found = [result for result in found if result["benchmark"] == "bench"]
-    return sorted(found, key=lambda r: (r["device"]["kind"], *_work(r)))
+    return [result for result in found if result["benchmark"] == benchmark]
 
 
-def _work(result: dict[str, Any]) -> tuple[str, int]:
-    return result["figures"]["model"]["name"], result["request"]["batch_size"]
-
-
-def table() -> str:
-    """The table in Markdown."""
+def bench_table() -> str:
+    """Speed of models, by device, model and batch size."""
     lines = [
         "| device | model | weights | batch | prompt + new | prefill tok/s | decode tok/s |"
         " first token | peak memory | jax | commit |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|---|",
     ]
-    for result in rows():
+    for result in sorted(results("bench"), key=_work):
         request, figures = result["request"], result["figures"]
-        cells = [
-            result["device"]["kind"],
-            figures["model"]["name"],
-            f"{figures['model']['dtype']}, {figures['model']['weights']}",
-            request["batch_size"],
-            f"{request['prompt_tokens']} + {request['generation_tokens']}",
-            f"{figures['prefill_tokens_per_second']:,.0f}",
-            f"{figures['decode_tokens_per_second']:,.0f}",
-            f"{figures['first_token_seconds']['median'] * 1e3:.0f} ms",
-            f"{figures['peak_memory_bytes'] / 1e9:.1f} GB",
-            result["versions"]["jax"],
-            (result["commit"] or "")[:7],
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        lines.append(
+            _row(
+                result["device"]["kind"],
+                figures["model"]["name"],
+                f"{figures['model']['dtype']}, {figures['model']['weights']}",
+                request["batch_size"],
+                f"{request['prompt_tokens']} + {request['generation_tokens']}",
+                f"{figures['prefill_tokens_per_second']:,.0f}",
+                f"{figures['decode_tokens_per_second']:,.0f}",
+                f"{figures['first_token_seconds']['median'] * 1e3:.0f} ms",
+                _gigabytes(figures["peak_memory_bytes"]),
+                result["versions"]["jax"],
+                (result["commit"] or "")[:7],
+            )
+        )
     return "\n".join(lines)
+
+
+def _work(result: dict[str, Any]) -> tuple[str, str, int]:
+    model = result["figures"]["model"]["name"]
+    return result["device"]["kind"], model, result["request"]["batch_size"]
+
+
+def conversion_table() -> str:
+    """Conversion beside a plain copy of the same bytes."""
+    lines = [
+        "| source | read | written | plain copy | conversion | of the copy | anonymous memory |"
+        " with mapped pages | commit |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for result in results("conversion"):
+        for layout, figures in result["figures"].items():
+            lines.append(
+                _row(
+                    f"{layout}, {figures['layers']} layers",
+                    _gigabytes(figures["bytes_read"]),
+                    _gigabytes(figures["bytes_written"]),
+                    f"{figures['copy_bytes_per_second'] / 1e6:,.0f} MB/s",
+                    f"{figures['convert_bytes_per_second'] / 1e6:,.0f} MB/s",
+                    f"{figures['share_of_copy']:.0%}",
+                    _gigabytes(figures["peak_anonymous_bytes"]),
+                    _gigabytes(figures["peak_resident_bytes"]),
+                    (result["commit"] or "")[:7],
+                )
+            )
+    return "\n".join(lines)
+
+
+def loading_table() -> str:
+    """Loading of a native folder beside other layouts."""
+    lines = ["| device | folder | loaded | GB/s | commit |", "|---|---|---:|---:|---|"]
+    for result in results("loading"):
+        for name, figures in result["figures"].items():
+            lines.append(
+                _row(
+                    result["device"]["kind"],
+                    name,
+                    f"{_gigabytes(figures['bytes'])} in {figures['median']:.2f} s",
+                    f"{figures['bytes'] / figures['median'] / 1e9:.1f}",
+                    (result["commit"] or "")[:7],
+                )
+            )
+    return "\n".join(lines)
+
+
+TABLES = {"bench": bench_table, "conversion": conversion_table, "loading": loading_table}
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
 
 
 def main() -> int:
     """Rewrite or check the README."""
     readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    if not pattern.search(text):
-        print(f"{readme}: no table between {BEGIN} and {END}", file=sys.stderr)
-        return 1
-    written = pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+    text = written = readme.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        begin = f"<!-- results: {name} -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(END), re.DOTALL)
+        if not pattern.search(written):
+            print(f"{readme}: no table between {begin} and {END}", file=sys.stderr)
+            return 1
+        block = f"{begin}\n{table()}\n{END}"
+        written = pattern.sub(lambda _, block=block: block, written)
     if "--check" in sys.argv[1:]:
         return int(written != text)
     readme.write_text(written, encoding="utf-8")

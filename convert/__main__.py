@@ -1,14 +1,16 @@
-"""`python -m convert SOURCE DESTINATION`: the same as `qwen-jax convert`."""
+"""`python -m convert` and `qwen-jax-convert`: the same as `qwen-jax convert`."""
+
+from __future__ import annotations
 
 import sys
 
-from qwen_jax.cli import main
+from qwen_jax import cli
 
 
-def convert_main() -> int:
+def main() -> int:
     """Run `qwen-jax convert` with the arguments of this program."""
-    return main(["convert", *sys.argv[1:]])
+    return cli.main(["convert", *sys.argv[1:]])
 
 
 if __name__ == "__main__":
-    sys.exit(convert_main())
+    sys.exit(main())

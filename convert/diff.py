@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,13 +109,14 @@ def diff(
 
 def _vision(folder: TensorFolder) -> dict[str, Source]:
     """The tensors of the vision tower, by their keys without the prefix."""
+    keys = [key for key in folder.tensors if parse_key(key).kind == "visual"]
+    short = {key: "visual." + (key.partition("visual.")[2] or key) for key in keys}
+    counts = Counter(short.values())
     sources = {}
-    for key, info in folder.tensors.items():
-        if parse_key(key).kind != "visual":
-            continue
+    for key in keys:
+        info = folder.tensors[key]
         folder.read(key, slice(0, 0))  # raises if NumPy cannot hold it
-        path = "visual." + (key.partition("visual.")[2] or key)
-        path = key if path in sources else path
+        path = short[key] if counts[short[key]] == 1 else key
         rows = info.shape[0] if info.shape else 1
         sources[path] = Source(path, info.shape, False, (Piece(path, key, 1, 0, rows, 0),))
     return sources

@@ -10,10 +10,12 @@ from typing import Any
 from qwen_jax.checkpoint.mapping import Layout
 
 from .adapters import load_adapter
+from .adapters.adapter import WEIGHTS
+from .inputs import Inputs
 from .outputs import copies, largest_gather, outputs
-from .plan import Plan, describe, identity
-from .side_files import CONFIG, side_files, written_config
-from .source import open_source
+from .plan import Plan, describe, gather_inputs, identity
+from .side_files import side_files, written_config
+from .source import Source, open_source
 from .vocabulary import Vocabulary, read_added_tokens
 
 NATIVE = Layout()
@@ -45,18 +47,23 @@ def plan_conversion(
     """
     opened = open_source(source, mtp=not drop_mtp)
     folder, load = opened.folder, opened.load
+    taken, left = side_files(source)
     merged = [load_adapter(path, load.config) for path in adapters]
-    tokens = [] if added_tokens is None else [added_tokens]
-    vocabulary = next((read_added_tokens(file, source, load.config) for file in tokens), None)
+    vocabulary = None
+    if added_tokens is not None:
+        vocabulary = read_added_tokens(added_tokens, source, load.config)
     visual = opened.vision if keep_visual else []
     tensors = outputs(load, NATIVE, merged, vocabulary) + copies(folder, visual)
-    taken, left = side_files(source)
     record = describe(load, folder, vision=bool(visual))
     record = replace(
         record,
         adapters=(*record.adapters, *(adapter.summary for adapter in merged)),
         added_tokens=record.added_tokens + (0 if vocabulary is None else vocabulary.count),
     )
+    inputs = gather_inputs(folder, taken)
+    weights = {f"adapter {i}": path / WEIGHTS for i, path in enumerate(adapters, 1)}
+    tokens = {} if added_tokens is None else {"added tokens": added_tokens}
+    inputs = Inputs({**inputs.small, **tokens}, {**inputs.large, **weights})
     options = {
         "keep_visual": keep_visual,
         "drop_mtp": drop_mtp,
@@ -78,10 +85,24 @@ def plan_conversion(
         files_left=left,
         edit_files=None if vocabulary is None else vocabulary.write_tokenizer,
         largest_gather=largest_gather(load, NATIVE),
-        remarks=[note for adapter in merged for note in adapter.notes]
-        + list(vocabulary.notes if vocabulary is not None else ()),
-        identity=identity(folder, [source / name for name in (CONFIG, *taken)] + tokens, options),
+        remarks=[
+            *_idle(opened, keep_visual=keep_visual, drop_mtp=drop_mtp),
+            *(note for adapter in merged for note in adapter.notes),
+            *(vocabulary.notes if vocabulary is not None else ()),
+        ],
+        inputs=inputs,
+        identity=identity(folder, inputs, options),
     )
+
+
+def _idle(opened: Source, *, keep_visual: bool, drop_mtp: bool) -> list[str]:
+    """Says which options find nothing to act on."""
+    notes = []
+    if keep_visual and not opened.vision:
+        notes.append("there is no vision tower to keep")
+    if drop_mtp and "mtp" not in opened.load.skipped:
+        notes.append("there is no MTP head to leave out")
+    return notes
 
 
 def _changes(
@@ -89,8 +110,8 @@ def _changes(
 ) -> dict[str, Any]:
     """Fields of the text model's configuration that are no longer true."""
     changes = {} if vocabulary is None else dict(vocabulary.config_changes)
-    text = raw.get("text_config", raw)
     if drop_mtp:
+        text = raw.get("text_config") or raw
         names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
         changes |= {name: 0 for name in names if name in text}
     return changes

@@ -13,10 +13,13 @@ from typing import Any
 
 from qwen_jax.checkpoint.native import Record, read_record
 from qwen_jax.checkpoint.plan import LoadPlan
+from qwen_jax.checkpoint.problems import show
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
 
+from .inputs import Inputs
 from .logical import LogicalFolder
 from .outputs import CHUNK_BYTES, released_layout
+from .side_files import SETTINGS
 from .writing import OutputTensor
 
 # For the estimate of time alone: what a plain solid-state disk reads and writes.
@@ -41,8 +44,9 @@ class Plan:
         edit_files: changes the files in the folder written, at the end; None for no change.
         largest_gather: bytes of the largest tensor that is built in memory as a whole.
         remarks: what edits have to say.
+        inputs: the files that it is made from.
         identity: what must be unchanged for a later run to go on with the work of one that was
-            interrupted; JSON.
+            interrupted, the state of `inputs` among it; JSON.
     """
 
     source: Path
@@ -56,6 +60,7 @@ class Plan:
     edit_files: Callable[[Path], None] | None
     largest_gather: int
     remarks: Sequence[str]
+    inputs: Inputs
     identity: Mapping[str, Any]
 
     @property
@@ -76,7 +81,7 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should be told once."""
-        return (*self.load.notes, *self.remarks)
+        return (*self.load.folder.notes, *self.remarks)
 
     @property
     def seconds(self) -> float:
@@ -98,8 +103,8 @@ class Plan:
             "peak_memory_bytes": self.peak_memory,
             "seconds": self.seconds,
             **record,
-            "side_files": list(self.side_files),
-            "files_left": list(self.files_left),
+            "side_files": [show(name) for name in self.side_files],
+            "files_left": [show(name) for name in self.files_left],
             "notes": list(self.notes),
         }
 
@@ -116,39 +121,39 @@ def describe(load: LoadPlan, folder: LogicalFolder, *, vision: bool) -> Record:
         The record, without checksums; its layout is the one in which transformers loads the model.
     """
     before = read_record(folder.path) or Record(layout=load.layout)
+    skipped = {kind: n for kind, n in load.skipped.items() if not (vision and kind == "visual")}
     return replace(
         before,
         layout=released_layout(before.layout, load.config, vision=vision),
         formats=dict(Counter(before.formats) + Counter(folder.format_counts)),
-        skipped=dict(Counter(before.skipped) + Counter(load.skipped) + Counter(folder.skipped)),
+        skipped=dict(Counter(before.skipped) + Counter(skipped) + Counter(folder.skipped)),
         checksums={},
     )
 
 
-def identity(folder: TensorFolder, files: Iterable[Path], options: Mapping[str, Any]) -> dict:
+def gather_inputs(folder: TensorFolder, side_files: Iterable[str]) -> Inputs:
+    """Lists the files of a source folder that the result depends on."""
+    names = [name for name in SETTINGS if (folder.path / name).exists()]
+    return Inputs(
+        small={name: folder.path / name for name in (*names, *side_files)},
+        large={shard: folder.path / shard for shard in folder.shards},
+    )
+
+
+def identity(folder: TensorFolder, inputs: Inputs, options: Mapping[str, Any]) -> dict:
     """Fingerprints the input of a run, without reading tensors.
 
     Args:
-        folder: the source: its headers count, and size and time of change of its shards.
-        files: small files that the result depends on; their content counts.
+        folder: the source, whose headers count.
+        inputs: the files that the result depends on.
         options: what was asked for.
+
+    Raises:
+        CheckpointError: a file cannot be read.
     """
     headers = hashlib.sha256()
     for name in sorted(folder.tensors):
         info = folder.tensors[name]
         headers.update(repr((name, info.shard, info.dtype, info.shape, info.start)).encode())
-    shards = {}
-    for shard in folder.shards:
-        state = (folder.path / shard).stat()
-        shards[shard] = [state.st_size, state.st_mtime_ns]
-    contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    return json.loads(
-        json.dumps(
-            {
-                "headers": headers.hexdigest(),
-                "shards": shards,
-                "files": contents,
-                "options": dict(options),
-            }
-        )
-    )
+    found = {"headers": headers.hexdigest(), **inputs.state(), "options": dict(options)}
+    return json.loads(json.dumps(found))

@@ -22,7 +22,8 @@ def check(plan: Plan, destination: Path, *, resume: bool) -> None:
         raise CheckpointError(
             f"{destination} is the source or inside it; give a folder outside {plan.source}"
         )
-    check_destination(destination, resume=resume, nbytes=plan.bytes_out)
+    beside = sum((plan.source / name).stat().st_size for name in plan.side_files)
+    check_destination(destination, resume=resume, nbytes=plan.bytes_out + beside)
 
 
 def run(
@@ -48,11 +49,12 @@ def run(
 
     Raises:
         CheckpointError: the destination cannot be used, the disk is full, or the source turns out
-            to be damaged; what is finished is kept for `resume`.
+            to be damaged, or changes meanwhile; what is finished is kept for `resume`.
     """
 
     def finish(folder: Path, checksums: Mapping[str, str]) -> None:
         copy_side_files(plan.source, plan.side_files, folder)
+        plan.inputs.refuse_changes(plan.identity)
         if plan.edit_files is not None:
             plan.edit_files(folder)
         if plan.native:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen_jax.checkpoint.native import RECORD
+from qwen_jax.checkpoint.problems import Problems, show
 from qwen_jax.checkpoint.safetensors_io import INDEX
 from qwen_jax.configuration.families import FAMILIES
+from qwen_jax.errors import CheckpointError
 
 if TYPE_CHECKING:
     from qwen_jax.config import QwenConfig
@@ -19,47 +21,65 @@ CONFIG = "config.json"
 
 _TAKEN = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
 _TAKEN_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+# What the weights of a folder are read by.
+SETTINGS = (CONFIG, RECORD, "quantize_config.json", "quant_config.json")
 # Made anew, or true of the source's weights only.
-_LEFT = (
-    CONFIG,
-    INDEX,
-    RECORD,
-    "quantize_config.json",
-    "quantization_config.json",
-    "quant_config.json",
-    "recipe.yaml",
-)
+_REPLACED = (*SETTINGS, INDEX, "quantization_config.json", "recipe.yaml")
 _WEIGHTS = (".safetensors",)
+_QUANTISATION = ("quantization_config", "compression_config")
+_PIECE = 1 << 20
 
 
 def side_files(source: Path) -> tuple[list[str], list[str]]:
     """Lists files of a folder that go along unchanged, and those that stay behind.
 
-    Tokenizer, chat template, generation and processor settings, licence and model card go along.
+    Tokenizer, chat template, generation and processor settings, licence and model card go along;
+    links are followed, since caches of downloads are built of them. Folders stay behind.
 
     Returns:
         Names of both kinds; weights, the index and what is written anew are in neither.
+
+    Raises:
+        CheckpointError: what should go along is a folder, a link that leads nowhere or the like.
     """
-    taken, left = [], []
+    taken, left, problems = [], [], Problems()
     for file in sorted(source.iterdir()):
         name = file.name
-        if name in _LEFT or name.startswith(".") or file.suffix in _WEIGHTS or not file.is_file():
+        if name in _REPLACED or name.startswith(".") or file.suffix in _WEIGHTS:
             continue
         known = file.suffix in _TAKEN or file.stem in _TAKEN_NAMES
-        (taken if known and not name.endswith(".index.json") else left).append(name)
+        known = known and not name.endswith(".index.json")
+        if known and not file.is_file():
+            kind = "a link that leads nowhere" if not file.exists() else "not a regular file"
+            problems.add("side files", f"{show(name)}: {kind}")
+            continue
+        (taken if known else left).append(name + "/" * file.is_dir())
+    problems.raise_if_any(
+        f"{source} has side files that cannot be copied", "Download them again, or delete them."
+    )
     return taken, left
 
 
 def copy_side_files(source: Path, names: Sequence[str], destination: Path) -> None:
-    """Copies files by name; links are followed, since caches of downloads are built of them."""
+    """Copies files by name.
+
+    Raises:
+        CheckpointError: a file of the source is gone, or cannot be read.
+        OSError: the destination cannot be written.
+    """
     for name in names:
-        shutil.copyfile(source / name, destination / name)
+        try:
+            stream = (source / name).open("rb")
+        except OSError as error:
+            text = f"{show(source / name)} cannot be read: {error.strerror}"
+            raise CheckpointError(text) from error
+        with stream, (destination / name).open("xb") as copy:
+            shutil.copyfileobj(stream, copy, _PIECE)
 
 
 def write_config(values: Mapping[str, Any], folder: Path) -> None:
     """Writes `config.json`."""
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    (folder / CONFIG).write_text(text, encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="ascii")
 
 
 def written_config(
@@ -98,7 +118,7 @@ def written_config(
 
 
 def _without_quantisation(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != "quantization_config"}
+    return {name: value for name, value in values.items() if name not in _QUANTISATION}
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:

@@ -49,8 +49,8 @@ def open_source(path: Path, *, mtp: bool = True) -> Source:
         CheckpointError: the folder is damaged or not understood.
         ConfigError: the configuration is malformed or not implemented.
     """
+    folder = open_logical(path)  # first, since it names weights of other programs
     config = QwenConfig.from_hf(path)
-    folder = open_logical(path)
     refuse_sizes(folder, config)
     # Packers give modules a bias of zeros; that leaves out those which the model lacks.
     tree = tree_tensors(config)

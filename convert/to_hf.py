@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from qwen_jax.checkpoint.mapping import Experts
 
 from .outputs import copies, largest_gather, outputs, released_layout
-from .plan import Plan, describe, identity
-from .side_files import CONFIG, side_files, written_config
+from .plan import Plan, describe, gather_inputs, identity
+from .side_files import side_files, written_config
 from .source import open_source
 
 
@@ -34,19 +35,19 @@ def plan_export(source: Path, *, experts: Experts | None = None) -> Plan:
     record = describe(load, folder, vision=bool(visual))
     layout = released_layout(record.layout, load.config, vision=bool(visual), experts=experts)
     taken, left = side_files(source)
+    inputs = gather_inputs(folder, taken)
     return Plan(
         source=source,
         load=load,
         tensors=outputs(load, layout) + copies(folder, visual),
         native=False,
-        record=record,
+        record=replace(record, layout=layout),
         config=written_config(opened.raw_config, load.config, vision=bool(visual), changes={}),
         side_files=taken,
         files_left=left,
         edit_files=None,
         largest_gather=largest_gather(load, layout),
         remarks=(),
-        identity=identity(
-            folder, [source / name for name in (CONFIG, *taken)], {"experts": experts}
-        ),
+        inputs=inputs,
+        identity=identity(folder, inputs, {"experts": experts}),
     )

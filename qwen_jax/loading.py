@@ -40,8 +40,8 @@ def load(
 ) -> tuple[CausalLM, Tokenizer | None]:
     """Load a Hugging Face model of bf16, f16 or f32 weights, from a folder or from the Hub.
 
-    Tensors go to the device one at a time: peak host memory is the largest tensor, peak device
-    memory the model and that tensor. The model's `config.eos_token_id` holds the end tokens of
+    Tensors go to the device two at a time: peak host memory is that of the two largest, peak
+    device memory the model and those. The model's `config.eos_token_id` holds the end tokens of
     config, generation config and tokenizer together.
 
     Args:

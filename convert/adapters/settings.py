@@ -5,7 +5,6 @@ Fields as PEFT 0.21 writes them (`peft.LoraConfig`); those of earlier releases a
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_jax.checkpoint.header import without_duplicates
+from qwen_jax.checkpoint.json_file import read_object
 from qwen_jax.checkpoint.problems import Problems, listed, show
 from qwen_jax.errors import CheckpointError
 
@@ -156,13 +155,7 @@ def _load(folder: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{folder} has no {CONFIG}; give a folder that PEFT's save_pretrained wrote.{hint}"
         )
-    try:
-        content = json.loads(file.read_bytes(), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return content
+    return read_object(file)
 
 
 def _refuse(fields: Mapping[str, Any], problems: Problems) -> None:

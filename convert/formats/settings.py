@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qwen_jax.checkpoint.header import without_duplicates
+from qwen_jax.checkpoint.json_file import read_object
 from qwen_jax.checkpoint.problems import Problems, show
 from qwen_jax.errors import CheckpointError
 
@@ -50,7 +50,7 @@ def find_declaration(path: Path, packed: bool) -> Declaration | None:
     Raises:
         CheckpointError: a file that is not a JSON object, or two configurations that differ.
     """
-    config = _read_object(path / "config.json") or {}
+    config = _object(path / "config.json")
     inner = config.get("text_config")
     levels = {"": config, "text_config.": inner if isinstance(inner, dict) else {}}
     found = {
@@ -61,7 +61,7 @@ def find_declaration(path: Path, packed: bool) -> Declaration | None:
     }
     if not found and packed:
         for file, method in _LEGACY:
-            content = _read_object(path / file)
+            content = _object(path / file)
             if content:
                 found[file] = {"quant_method": content.get("method", method), **content}
     if not found:
@@ -77,17 +77,9 @@ def find_declaration(path: Path, packed: bool) -> Declaration | None:
     return Declaration(str(values.get("quant_method") or "").lower(), values, place)
 
 
-def _read_object(file: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None if there is no such file."""
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_bytes(), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return content
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if there is no such file."""
+    return read_object(file) if file.is_file() else {}
 
 
 class Fields:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .header import without_duplicates
+from .json_file import read_object
 from .problems import listed, show
 
 _OTHER_FILES = (
@@ -99,15 +98,7 @@ def refuse_quantised(path: Path, keys: Iterable[str]) -> None:
 
 def _raw_config(path: Path) -> Mapping[str, Any]:
     file = path / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_bytes(), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return content
+    return read_object(file) if file.is_file() else {}
 
 
 def _declared(config: Mapping[str, Any]) -> str | None:

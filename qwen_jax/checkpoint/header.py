@@ -9,7 +9,6 @@ adds those three. Format: https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import json
-import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from .json_file import LONGEST, without_duplicates
 from .native import VERSION_KEY, refuse_other_version
-from .problems import listed, show
+from .problems import show
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -42,7 +42,8 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 
-_LONGEST_HEADER = 100_000_000  # the package's own limit
+_LONGEST_EXPLAINED = 10_000_000  # of a bad header; as Python objects it takes many times that
+_LARGEST = 2**63
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -96,23 +97,13 @@ def read_header(file: Path, shard: str) -> dict[str, TensorInfo]:
     return tensors
 
 
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object, as `object_pairs_hook` of `json.loads`; refuses a key given twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = [name for name, _ in pairs if name in seen or seen.add(name)]
-        raise CheckpointError(f"duplicate keys: {listed(dict.fromkeys(twice))}")
-    return found
-
-
-def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
+def _parse(file: Path, longest: int = LONGEST) -> tuple[dict[str, Any], int, int]:
     """Returns entries, offset of the data and number of data bytes; reads a bounded amount."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= min(size - 8, _LONGEST_HEADER):
+        if not 0 < length <= min(size - 8, longest):
             raise CheckpointError(f"header length {length} does not fit a file of {size} bytes")
         header = json.loads(stream.read(length), object_pairs_hook=without_duplicates)
     if not isinstance(header, dict):
@@ -129,7 +120,7 @@ def _explanation(file: Path) -> str:
         with file.open("rb") as stream:
             if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 return "; it is a Git LFS pointer, not the file: fetch that with `git lfs pull`"
-        entries, _, data_bytes = _parse(file)
+        entries, _, data_bytes = _parse(file, _LONGEST_EXPLAINED)
         faults = [
             f"tensor {show(n)} {f}" for n, e in entries.items() if (f := _fault(e, data_bytes))
         ]
@@ -155,13 +146,23 @@ def _fault(entry: Any, data_bytes: int) -> str | None:
         )
     if not isinstance(dtype, str) or dtype not in DTYPES:
         return f"has dtype {show(dtype)}, whose size is not known here"
-    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    needed = _size(shape, DTYPES[dtype].itemsize)
     if needed != offsets[1] - offsets[0]:
         return (
             f"has shape {show(shape)} of {dtype} = {needed} bytes, "
             f"but data_offsets {show(offsets)} = {offsets[1] - offsets[0]} bytes"
         )
     return None
+
+
+def _size(shape: list[int], itemsize: int) -> int | str:
+    """Bytes of a tensor; the product of millions of sizes would take hours, so it is cut off."""
+    needed = 0 if 0 in shape else itemsize
+    for extent in shape:
+        needed *= extent
+        if needed > _LARGEST:
+            return "too many"
+    return needed
 
 
 def _counts(value: Any) -> bool:

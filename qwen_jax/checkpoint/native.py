@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ..errors import CheckpointError
+from .json_file import read_json
 from .mapping import Layout
-from .problems import show
+from .problems import listed, show
 
 FORMAT_VERSION = 1
 VERSION_KEY = "qwen_jax_format_version"
 RECORD = "conversion.json"
+
+_VERSION = "format_version"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 # Readers of other projects look for "format".
 SHARD_METADATA: Mapping[str, str] = {"format": "pt", VERSION_KEY: str(FORMAT_VERSION)}
@@ -65,7 +71,7 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Writes the record into a folder."""
-        content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        content = {_VERSION: FORMAT_VERSION, **dataclasses.asdict(self)}
         (folder / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -82,28 +88,69 @@ def read_record(folder: Path) -> Record | None:
         CheckpointError: the record is damaged, or of another version.
     """
     file = folder / RECORD
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
+    content = read_json(file)
     try:
-        content = json.loads(file.read_bytes())
-        refuse_other_version(content.pop("format_version"))
-        layout = _layout(content.pop("layout"))
-        content["adapters"] = tuple(content["adapters"])
-        record = Record(layout=layout, **content)
-        if not all(isinstance(value, str) for value in record.checksums.values()):
-            raise TypeError("checksums are not text")
+        return _checked(content)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except (ValueError, RecursionError, OSError, AttributeError, KeyError, TypeError) as error:
+
+
+def _checked(content: Any) -> Record:
+    if not isinstance(content, dict):
+        raise CheckpointError("the record is not a JSON object; convert the original again")
+    version = content.get(_VERSION)
+    refuse_other_version(version if type(version) is int else json.dumps(version))
+    names = [field.name for field in dataclasses.fields(Record)]
+    faults = [f"unknown field {show(name)}" for name in content if name not in (*names, _VERSION)]
+    for name in names:
+        fits, expected = _FIELDS[name]
+        if name not in content:
+            faults.append(f"{name} is missing")
+        elif not fits(content[name]):
+            faults.append(f"{name} is {show(json.dumps(content[name]))}, not {expected}")
+    if faults:
         raise CheckpointError(
-            f"{file} is damaged ({type(error).__name__}: {error}); convert the original again"
-        ) from error
-    return record
+            f"the record is damaged: {listed(faults)}; convert the original again"
+        )
+    values = {name: content[name] for name in names}
+    layout, adapters = Layout(**values["layout"]), tuple(values["adapters"])
+    return Record(**values | {"layout": layout, "adapters": adapters})
 
 
-def _layout(values: dict[str, Any]) -> Layout:
-    layout = Layout(**values)
-    for name, kind in get_type_hints(Layout).items():
-        if getattr(layout, name) not in get_args(kind):
-            raise ValueError(f"layout.{name} is {getattr(layout, name)!r}")
-    return layout
+def _is_layout(value: Any) -> bool:
+    kinds = get_type_hints(Layout)
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(value[name] in get_args(kind) for name, kind in kinds.items())
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _are_digests(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in value.values()
+    )
+
+
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "layout": (_is_layout, "an object of known values"),
+    "formats": (_are_counts, "counts by name"),
+    "skipped": (_are_counts, "counts by name"),
+    "adapters": (_are_texts, "a list of texts"),
+    "added_tokens": (_is_count, "a count"),
+    "checksums": (_are_digests, "SHA-256 digests by key"),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,12 +13,14 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .assemble import aligned_copy, assemble, release
-from .plan import LoadPlan
+from .plan import LoadPlan, Source
 from .problems import Problems
 from .tensors import tree_tensors
 
 if TYPE_CHECKING:
     from ..config import QwenConfig
+
+_UNDER_WAY = 2
 
 MODEL_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
@@ -60,8 +63,8 @@ def load_parameters(
 ) -> dict[str, jax.Array]:
     """Reads every tree tensor of a plan onto the device.
 
-    Each is read, regrouped and cast on the host, then copied to the device before the next is
-    begun, so that the host never holds more than one of them beside the mapped file.
+    Each is read, regrouped and cast on the host, then copied to the device. Two are under way at a
+    time, so that the host never holds more than two of them beside the mapped file.
 
     Args:
         plan: where each tensor comes from.
@@ -77,15 +80,23 @@ def load_parameters(
             was opened.
     """
     _check_targets(plan, targets)
-    arrays = {}
-    for source in plan.sources:
+    # Set for this thread alone by `jax.default_device`.
+    default_device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+
+    def load(source: Source) -> jax.Array:
         target = targets[source.path]
-        host = assemble(plan.folder, source, np.dtype(target.dtype))
-        arrays[source.path] = array = _put(host, target.sharding)
-        del host
+        with jax.default_device(default_device):
+            host = assemble(plan.folder, source, np.dtype(target.dtype))
+            array = _put(host, target.sharding)
         release(plan.folder, source)
-        if progress is not None:
-            progress(source.path, array.nbytes)
+        return array
+
+    arrays = {}
+    with ThreadPoolExecutor(_UNDER_WAY) as pool:
+        for source, array in zip(plan.sources, pool.map(load, plan.sources), strict=True):
+            arrays[source.path] = array
+            if progress is not None:
+                progress(source.path, array.nbytes)
     return arrays
 
 

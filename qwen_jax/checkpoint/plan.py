@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from ..errors import CheckpointError
 from .formats import refuse_quantised
 from .head import decide_head
 from .keys import HEAD, MTP, HeadPrefix, Prefix, parse_key, speller
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ..config import QwenConfig
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
+
+_ALWAYS_LISTED = 1000  # layers or experts
 
 _EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 _LAYER_NUMBER = re.compile(r"(?<=layers\.)\d+(?=\.)")
@@ -98,6 +101,7 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
         refuse_quantised(folder.path, folder.tensors)
     problems = Problems()
     found, prefixes, skipped = _sort_keys(folder, mtp, problems)
+    refuse_sizes(folder, config)
     config, dropped = decide_head(folder, config, found)
     mtp_layers = max(config.mtp_num_hidden_layers, 1) if _any_mtp(found) else 0
     forms, contested = _decide_forms(config, mtp_layers, found, problems)
@@ -125,6 +129,26 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
     sources = _sources(folder, tree_tensors(config, mtp_layers), stored)
     layout = _layout(prefixes, forms)
     return LoadPlan(folder, config, sources, mtp_layers, layout, skipped, (*folder.notes, *notes))
+
+
+def refuse_sizes(folder: TensorFolder, config: QwenConfig) -> None:
+    """Raises before millions of tensors that cannot be there are listed one by one.
+
+    Raises:
+        CheckpointError: the configuration has more layers, or experts that are stored one by one,
+            than the folder has tensors.
+    """
+    keys = folder.tensors
+    counts = {"num_hidden_layers": config.num_hidden_layers}
+    counts["mtp_num_hidden_layers"] = config.mtp_num_hidden_layers
+    if any(_EXPERT_NUMBER.search(key) for key in keys):
+        counts["num_experts"] = config.num_experts
+    for name, count in counts.items():
+        if count > max(len(keys), _ALWAYS_LISTED):
+            raise CheckpointError(
+                f"{folder.path}: {name} is {count} in the configuration, but the folder has only "
+                f"{len(keys)} tensors; check that config.json and the weights are of one release"
+            )
 
 
 def _any_mtp(found: Mapping[str, str]) -> bool:

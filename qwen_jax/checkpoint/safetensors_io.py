@@ -83,7 +83,7 @@ class TensorFolder:
         raw = self._bytes(info)
         try:
             tensor = raw.view(dtype).reshape(info.shape)
-        except ValueError as error:  # more axes than NumPy has, or sizes beside a 0 too large for it
+        except ValueError as error:  # too many axes, or sizes that are too large even beside a 0
             text = f"tensor {show(name)} has shape {show(list(info.shape))}: {error}"
             raise CheckpointError(f"{show(info.shard)}: {text}") from error
         return tensor[rows] if info.shape else tensor

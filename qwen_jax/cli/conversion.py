@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.native import RECORD, read_record
-from ..checkpoint.problems import listed
+from ..checkpoint.problems import listed, show
 from ..errors import CheckpointError, RequestError
 from .console import Notes, duration, size, table, write_json
 from .shape import parse_size
 
 if TYPE_CHECKING:
     from convert.plan import Plan
+    from convert.writing import Written
+
+DEFAULT_SHARD_SIZE = "4GB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,55 +26,121 @@ class Job:
     """A folder to be written, as asked for on the command line.
 
     Attributes:
-        plan: what to write.
         destination: where to; None for a dry run alone.
-        max_shard_size: most bytes in one file, as text.
+        max_shard_bytes: most bytes in one file.
         resume: whether to go on with an interrupted run.
         verify: whether to check the result.
     """
 
-    plan: Plan
-    destination: str | None
-    max_shard_size: str
+    destination: Path | None
+    max_shard_bytes: int
     resume: bool
     verify: bool
 
-    def run(self, notes: Notes, *, dry_run: bool, json: bool) -> None:
-        """Show the plan, and unless it is a dry run carry it out and say what was written."""
-        from convert.run import check, run
+    @classmethod
+    def prepare(
+        cls, destination: str | None, max_shard_size: str | None, *, resume: bool, verify: bool
+    ) -> Job:
+        """Check what can be checked before anything is fetched or read.
 
-        limit = parse_size(self.max_shard_size, "--max-shard-size")
+        Raises:
+            RequestError: a size that is none, or an empty name.
+            CheckpointError: the destination cannot be written.
+        """
+        from convert.writing import check_destination
+
+        text = DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size
+        limit = parse_size(text, "--max-shard-size")
+        if destination is None:
+            if resume:
+                refuse_idle(["--resume"])
+            return cls(None, limit, resume, verify)
+        if not destination:
+            raise RequestError("the destination is empty; give the name of a new folder")
+        check_destination(Path(destination), resume=resume, nbytes=0)
+        return cls(Path(destination), limit, resume, verify)
+
+    def run(self, plan: Plan, notes: Notes, *, dry_run: bool, json: bool) -> None:
+        """Show the plan, and unless it is a dry run carry it out and say what was written."""
+        from convert.run import check
+
         if self.destination is not None:
-            check(self.plan, Path(self.destination), resume=self.resume)
-        text = table(plan_rows(self.plan))
-        if dry_run:
-            write_json(self.plan.as_json()) if json else print(text)
+            check(plan, self.destination, resume=self.resume)
+        text = table(plan_rows(plan))
+        if dry_run or self.destination is None:
+            write_json(plan.as_json()) if json else print(text)
             return
         notes(text)
-        destination = Path(str(self.destination))
         begin = time.perf_counter()
-        with notes.progress(f"writing {destination.name}", self.plan.bytes_out) as advance:
-            written = run(
-                self.plan,
-                destination,
-                max_shard_bytes=limit,
-                resume=self.resume,
-                progress=advance,
-            )
+        written = self._write(plan, self.destination, notes)
         seconds = time.perf_counter() - begin
-        report = {**self.plan.as_json(), "destination": str(destination), "seconds": seconds}
+        report = {**plan.as_json(), "destination": str(self.destination), "seconds": seconds}
         for note in written.notes:
             notes(note)
         if self.verify:
-            verified(destination, written.checksums, notes)
+            verified(self.destination, written.checksums, notes)
             report["verified"] = True
         if json:
             write_json(report)
             return
         print(
-            f"{destination}: {len(self.plan.tensors)} tensors, {size(self.plan.bytes_out)} "
-            f"in {duration(seconds)} ({size(self.plan.bytes_out / max(seconds, 1e-9))}/s)"
+            f"{self.destination}: {len(plan.tensors)} tensors, {size(plan.bytes_out)} "
+            f"in {duration(seconds)} ({size(plan.bytes_out / max(seconds, 1e-9))}/s)"
             + (", verified" if self.verify else "")
+        )
+
+    def _write(self, plan: Plan, destination: Path, notes: Notes) -> Written:
+        from convert.run import run
+
+        try:
+            with notes.progress(f"writing {destination.name}", plan.bytes_out) as advance:
+                return run(
+                    plan,
+                    destination,
+                    max_shard_bytes=self.max_shard_bytes,
+                    resume=self.resume,
+                    progress=advance,
+                )
+        except KeyboardInterrupt:
+            notes("stopped; finished files are kept, and the same command with --resume goes on")
+            raise
+
+
+def find_source(name: str, revision: str | None, notes: Notes, *, dry_run: bool = False) -> Path:
+    """The folder that a model argument means, fetched from the Hub where it is not cached.
+
+    Raises:
+        RequestError: a dry run of a Hub model whose weights would have to be fetched first.
+        CheckpointError: no such folder, or the Hub model cannot be fetched.
+        ConfigError: the Hub model's configuration is not implemented.
+    """
+    from .. import hub
+    from ..loading import find_folder
+
+    if not hub.is_hub_id(name):
+        return find_folder(name, revision)
+    if dry_run:
+        folder = find_folder(name, revision, weights=False, quiet=notes.quiet)
+        if not hub.has_weights(folder):
+            raise RequestError(
+                f"--dry-run of {name}: a plan is made from the headers of its weights, which are "
+                f"not cached; run hf download {name} first, or convert without --dry-run"
+            )
+        return folder
+    notes(f"{name}: fetching from the Hub what is not cached")
+    return find_folder(name, revision, quiet=notes.quiet)
+
+
+def refuse_idle(flags: Sequence[str]) -> None:
+    """Raise `RequestError` if there are flags, none of which means anything without a destination.
+
+    Args:
+        flags: those that were given.
+    """
+    if flags:
+        raise RequestError(
+            f"{', '.join(flags)}: without a destination nothing is written, so this has no effect; "
+            "give a destination, or leave it out"
         )
 
 
@@ -81,18 +150,18 @@ def plan_rows(plan: Plan) -> dict[str, str]:
 
     record, load = plan.record, plan.load
     rows = {
-        "source": f"{plan.source}: {load.config.model_type}, {len(load.folder.tensors)} tensors, "
-        f"{size(plan.bytes_in)}",
+        "source": f"{show(plan.source)}: {load.config.model_type}, "
+        f"{len(load.folder.tensors)} tensors, {size(plan.bytes_in)}",
         "to write": f"{len(plan.tensors)} tensors, {size(plan.bytes_out)}, "
         f"{'native' if plan.native else 'Hugging Face layout'}",
         "matched": f"{len(load.sources)} tensors of the model"
         + (", with the MTP head" if load.mtp_layers else ""),
         "left out": _counts(record.skipped),
         "dequantised": _counts(record.formats),
-        "merged": "; ".join(record.adapters),
+        "merged": "; ".join(map(show, record.adapters)),
         "added tokens": str(record.added_tokens or ""),
-        "side files": ", ".join(plan.side_files),
-        "files left": ", ".join(plan.files_left),
+        "side files": listed(plan.side_files),
+        "files left": listed(plan.files_left),
         "memory": f"about {size(plan.peak_memory)} at most, mapped files not counted",
         "time": f"about {duration(plan.seconds)} at {size(ASSUMED_BYTES_PER_SECOND)}/s",
         "notes": "; ".join(plan.notes),
@@ -101,7 +170,7 @@ def plan_rows(plan: Plan) -> dict[str, str]:
 
 
 def _counts(kinds: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return ", ".join(f"{count} x {show(kind)}" for kind, count in kinds.items())
 
 
 def verified(folder: Path, checksums: Mapping[str, str], notes: Notes) -> None:
@@ -110,8 +179,8 @@ def verified(folder: Path, checksums: Mapping[str, str], notes: Notes) -> None:
     Raises:
         CheckpointError: a tensor is not what was written, or the pass gives NaN or inf.
     """
-    from convert.writing import verify_folder
     from convert.self_check import self_check
+    from convert.writing import verify_folder
     from qwen_jax.checkpoint.safetensors_io import open_folder
 
     nbytes = open_folder(folder).nbytes
@@ -119,7 +188,7 @@ def verified(folder: Path, checksums: Mapping[str, str], notes: Notes) -> None:
         mismatches = verify_folder(folder, checksums, advance)
     if mismatches:
         raise CheckpointError(
-            f"{folder}: {len(mismatches)} tensors are not what was written: "
+            f"{folder}: tensors that are not as they were written ({len(mismatches)}): "
             f"{listed(mismatches)}. The disk or the files are damaged: convert again"
         )
     with notes.progress(f"running {folder.name}", nbytes) as advance:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from ..errors import RequestError
-from .console import Notes, write_json
-from .conversion import Job, verify_native
+from .console import Notes, accept_any_text, write_json
+from .conversion import Job, find_source, refuse_idle, verify_native
 from .options import Switch, Text
 
 
@@ -25,7 +26,7 @@ def convert(
     adapter: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
     add_tokens: Text = None,
     revision: Text = None,
-    max_shard_size: str = "4GB",
+    max_shard_size: Text = None,
     json: Switch = False,
     quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
 ) -> None:
@@ -33,7 +34,7 @@ def convert(
 
     Read are bf16, f16 and f32 weights in every released layout, and FP8, GPTQ, AWQ and
     compressed-tensors ones, which become bf16. With --verify and no destination, a native folder
-    is checked.
+    is checked against its own record.
 
     Args:
         source: a model folder, an id on the Hugging Face hub such as Qwen/Qwen3.5-0.8B, or demo.
@@ -50,19 +51,28 @@ def convert(
         json: write one JSON object to standard output.
         quiet: write nothing to standard error but errors and warnings.
     """
-    from ..loading import find_folder
-
+    accept_any_text()
     notes = Notes(quiet=quiet)
-    folder = find_folder(source, revision)
     if destination is None and verify and not dry_run:
-        report = verify_native(folder, notes)
-        write_json(report) if json else print(f"{folder}: {report['tensors']} tensors, verified")
+        given = {
+            "--resume": resume,
+            "--drop-mtp": drop_mtp,
+            "--keep-visual": keep_visual,
+            "--adapter": adapter,
+            "--add-tokens": add_tokens is not None,
+            "--max-shard-size": max_shard_size is not None,
+        }
+        refuse_idle([flag for flag, is_given in given.items() if is_given])
+        report = verify_native(find_source(source, revision, notes), notes)
+        write_json(report) if json else print(_verified(report))
         return
     if destination is None and not dry_run:
         raise RequestError(
             "no destination: qwen-jax convert SOURCE DESTINATION; without one, --dry-run says what "
             "would be done, and --verify checks a native folder"
         )
+    job = Job.prepare(destination, max_shard_size, resume=resume, verify=verify)
+    folder = find_source(source, revision, notes, dry_run=dry_run)
     from convert.from_hf import plan_conversion
 
     plan = plan_conversion(
@@ -72,6 +82,8 @@ def convert(
         adapters=[Path(path) for path in adapter],
         added_tokens=None if add_tokens is None else Path(add_tokens),
     )
-    Job(plan, destination, max_shard_size, resume=resume, verify=verify).run(
-        notes, dry_run=dry_run, json=json
-    )
+    job.run(plan, notes, dry_run=dry_run, json=json)
+
+
+def _verified(report: Mapping[str, Any]) -> str:
+    return f"{report['folder']}: {report['tensors']} tensors, verified"

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from .console import Notes, write_json
+from ..checkpoint.problems import show
+from ..errors import CheckpointError, ConfigError, RequestError
+from .console import Notes, accept_any_text, write_json
+from .conversion import find_source
 from .options import Switch
 
 if TYPE_CHECKING:
@@ -25,7 +28,8 @@ def diff(
 ) -> int:
     """Compare two model folders tensor by tensor; layouts may differ.
 
-    Exit code 0 if every tensor is the same bit for bit and the configurations agree, 1 if not.
+    Exit code 0 if every tensor is the same bit for bit and the configurations agree, 1 if not, 2
+    if they cannot be compared.
 
     Args:
         first: a model folder in any layout, a hub id, or demo.
@@ -36,12 +40,14 @@ def diff(
     from convert.diff import diff as compare
     from convert.logical import open_logical
 
-    from ..loading import find_folder
-
+    accept_any_text()
     notes = Notes(quiet=quiet)
-    folders = [find_folder(name) for name in (first, second)]
-    with notes.progress("comparing", open_logical(folders[0]).nbytes) as advance:
-        result = compare(*folders, progress=advance)
+    try:
+        folders = [find_source(name, None, notes) for name in (first, second)]
+        with notes.progress("comparing", open_logical(folders[0]).nbytes) as advance:
+            result = compare(*folders, progress=advance)
+    except (CheckpointError, ConfigError) as error:
+        raise RequestError(str(error)) from error
     if json:
         write_json({"equal": result.equal, **dataclasses.asdict(result)})
     else:
@@ -69,14 +75,15 @@ def _as_text(result: Difference) -> str:
 
 
 def _line(tensor: TensorDifference) -> str:
+    path = show(tensor.path)
     if None in tensor.shapes:
-        return f"{tensor.path}: only in the {'second' if tensor.shapes[0] is None else 'first'}"
+        return f"{path}: only in the {'second' if tensor.shapes[0] is None else 'first'}"
     if tensor.shapes[0] != tensor.shapes[1]:
-        return f"{tensor.path}: shape {tensor.shapes[0]} and {tensor.shapes[1]}"
+        return f"{path}: shape {tensor.shapes[0]} and {tensor.shapes[1]}"
     dtypes = (
         "" if tensor.dtypes[0] == tensor.dtypes[1] else f", {' and '.join(map(str, tensor.dtypes))}"
     )
     return (
-        f"{tensor.path}: {tensor.count} values differ, by at most {tensor.max_abs:.3g} "
+        f"{path}: {tensor.count} values differ, by at most {tensor.max_abs:.3g} "
         f"({tensor.max_rel:.3g} relative){dtypes}"
     )

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from .console import Notes
-from .conversion import Job
+from .console import Notes, accept_any_text
+from .conversion import Job, find_source
 from .options import Switch, Text
 
 
@@ -20,7 +20,7 @@ def export(
     resume: Switch = False,
     verify: Switch = False,
     revision: Text = None,
-    max_shard_size: str = "4GB",
+    max_shard_size: Text = None,
     json: Switch = False,
     quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
 ) -> None:
@@ -38,14 +38,12 @@ def export(
         json: write one JSON object to standard output.
         quiet: write nothing to standard error but errors and warnings.
     """
-    from ..loading import find_folder
-
+    accept_any_text()
     notes = Notes(quiet=quiet)
-    folder = find_folder(source, revision)
+    job = Job.prepare(destination, max_shard_size, resume=resume, verify=verify)
+    folder = find_source(source, revision, notes, dry_run=dry_run)
     from convert.to_hf import plan_export
 
     chosen = {"source": None, "fused": "fused", "per-expert": "per_expert"}[experts]
     plan = plan_export(folder, experts=chosen)
-    Job(plan, destination, max_shard_size, resume=resume, verify=verify).run(
-        notes, dry_run=dry_run, json=json
-    )
+    job.run(plan, notes, dry_run=dry_run, json=json)

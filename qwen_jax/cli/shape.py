@@ -12,6 +12,7 @@ from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
 
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_LARGEST = 2**63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE | re.ASCII)
 
 
@@ -72,13 +73,14 @@ def parse_size(text: str, flag: str) -> int:
         flag: where it was given, for the message.
 
     Raises:
-        RequestError: anything else, and 0.
+        RequestError: anything else, 0, and more than 2^63.
     """
     match = _SIZE.fullmatch(text.strip())
     value = 0
     if match is not None:
         number, prefix, binary = match.groups(default="")
-        value = int(float(number) * (1024 if binary else 1000) ** _PREFIXES[prefix.lower()])
+        amount = float(number) * (1024 if binary else 1000) ** _PREFIXES[prefix.lower()]
+        value = int(amount) if amount < _LARGEST else 0
     if value < 1:
         raise RequestError(
             f"{flag} is {text!r}; accepted are amounts such as 24GB, 22.5GiB, 800MB, or a "

@@ -17,6 +17,9 @@ from .rope_parameters import read_rope_parameters
 if TYPE_CHECKING:
     from ..config import QwenConfig
 
+# Far beyond any model: what makes a list of layers must not be made for a damaged file.
+_MOST_LAYERS = 10_000
+
 MODEL_TYPES = tuple(FAMILIES) + tuple(COMPOSITE_TYPES)
 
 # Switches that no released Qwen text model sets, with the values under which nothing changes.
@@ -99,6 +102,9 @@ def read_fields(values: Mapping[str, object], findings: Findings) -> dict[str, A
         read["mtp_num_hidden_layers"] = reader.integer("num_nextn_predict_layers", 0, 0)
     read.setdefault("qkv_bias", read.get("attention_bias", False))
     read["tie_word_embeddings"] = _tied(values, text, findings)
+    if read["num_hidden_layers"] > _MOST_LAYERS:
+        reader.refuse("num_hidden_layers", f"at most {_MOST_LAYERS}")
+        return {}
     read["layer_types"], read["sliding_window"] = read_layer_types(
         reader, family, read["num_hidden_layers"]
     )

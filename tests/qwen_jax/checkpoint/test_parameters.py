@@ -133,7 +133,7 @@ def test_targets_that_are_not_the_planned_tree_are_refused(released):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("experts", ["fused", "per_expert"])
-def test_host_memory_is_that_of_the_largest_tensor(
+def test_host_memory_is_that_of_two_tensors(
     tiny, random_tree, stored, write_folder, monkeypatch, dtype, experts
 ):
     sizes = {"num_experts": 32, "moe_intermediate_size": 64, "hidden_size": 64}
@@ -153,4 +153,4 @@ def test_host_memory_is_that_of_the_largest_tensor(
     finally:
         tracemalloc.stop()
     assert sum(bytes_of) > 8 * max(bytes_of)
-    assert peak < max(bytes_of) + 200_000
+    assert peak < 2 * max(bytes_of) + 200_000

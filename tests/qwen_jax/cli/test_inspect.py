@@ -133,7 +133,8 @@ def test_amounts_of_memory(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "-1GB", "1e9", "24 GBs", "nan", "0", "0GB", "1.5.2GB", "٣GB", "24i"]
+    "text",
+    ["", "9" * 400, "GB", "-1GB", "1e9", "24 GBs", "nan", "0", "0GB", "1.5.2GB", "٣GB", "24i"],
 )
 def test_other_amounts_are_refused(run, text):
     with pytest.raises(RequestError, match="24GB"):
