@@ -109,7 +109,7 @@ def _convert(source: Path, destination: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "convert", str(source), str(destination), "--quiet"]
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    anonymous, status, usage = 0, 0, None
+    anonymous, usage = 0, None
     while usage is None or not usage[0]:
         anonymous = max(anonymous, _anonymous_bytes(process.pid))
         time.sleep(0.02)

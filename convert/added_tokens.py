@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_jax.checkpoint.header import without_duplicates
+from qwen_jax.checkpoint.json_file import without_duplicates
 from qwen_jax.checkpoint.problems import Problems, listed, show
 from qwen_jax.errors import CheckpointError, RequestError
 from qwen_jax.text.unicode import require_unicode

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from qwen_jax.checkpoint.safetensors_io import EVERY_ROW, TensorFolder
 from qwen_jax.checkpoint.transforms import Piece
 from qwen_jax.config import QwenConfig
 
-from .source import open_source
+from .source import SourceFolder
 
 _RUN_BYTES = 16 << 20
 _WEIGHT_DTYPES = [DTYPES[name] for name in WEIGHT_DTYPES]
@@ -71,7 +70,10 @@ class Difference:
 
 
 def diff(
-    first: Path, second: Path, *, progress: Callable[[int], None] = lambda nbytes: None
+    first: SourceFolder,
+    second: SourceFolder,
+    *,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Difference:
     """Compares two model folders.
 
@@ -79,15 +81,14 @@ def diff(
     dequantise to. Memory: a few runs of rows of one tensor.
 
     Args:
-        first: a model folder in any layout that is read.
+        first: an opened model folder.
         second: another.
-        progress: called with bytes of the first folder that have been compared since last.
+        progress: called with bytes of tree tensors of the first folder, as they are compared.
 
     Raises:
-        CheckpointError: a folder is damaged or not understood.
-        ConfigError: a configuration is malformed or not implemented.
+        CheckpointError: a tensor is damaged, or a file has changed since it was opened.
     """
-    plans = open_source(first).load, open_source(second).load
+    plans = first.load, second.load
     a, b = ({source.path: source for source in plan.sources} for plan in plans)
     vision = [_vision(plan.folder) for plan in plans]
     left_out = tuple(dict(plan.skipped) for plan in plans)

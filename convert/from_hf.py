@@ -15,7 +15,7 @@ from .inputs import Inputs
 from .outputs import copies, largest_gather, outputs
 from .plan import Plan, describe, gather_inputs, identity
 from .side_files import side_files, written_config
-from .source import Source, open_source
+from .source import SourceFolder, open_source
 from .vocabulary import Vocabulary, read_added_tokens
 
 NATIVE = Layout()
@@ -39,7 +39,8 @@ def plan_conversion(
         added_tokens: a file of tokens to add to the vocabulary.
 
     Returns:
-        The plan. Headers and small files have been read, no weights.
+        The plan. Headers and small files have been read, and of the weights at most a head that may
+        be the embedding once more, biases that may be zero, and rows that tokens are made of.
 
     Raises:
         CheckpointError: the folder, an adapter or the file of tokens is damaged or not understood.
@@ -95,7 +96,7 @@ def plan_conversion(
     )
 
 
-def _idle(opened: Source, *, keep_visual: bool, drop_mtp: bool) -> list[str]:
+def _idle(opened: SourceFolder, *, keep_visual: bool, drop_mtp: bool) -> list[str]:
     """Says which options find nothing to act on."""
     notes = []
     if keep_visual and not opened.vision:

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from qwen_jax.checkpoint.header import TensorInfo
 from qwen_jax.checkpoint.problems import Problems
 from qwen_jax.checkpoint.safetensors_io import EVERY_ROW, TensorFolder, open_folder
 
-from .formats import Found, Quantised, find_matrices
+from .formats import Found, Quantised, find_matrices, read_settings
 from .formats.quantised import BFLOAT16
 
 
@@ -48,9 +49,7 @@ class LogicalFolder(TensorFolder):
         )
         self.format_counts: Mapping[str, int] = MappingProxyType(dict(counts))
         self.skipped: Mapping[str, int] = MappingProxyType(dict(found.skipped))
-        notes = [f"dequantised {count} {name} matrices" for name, count in counts.items()]
-        notes += [f"dropped {count} {kind}s" for kind, count in found.skipped.items()]
-        super().__init__(folder.path, {**found.plain, **logical}, (*folder.notes, *notes))
+        super().__init__(folder.path, {**found.plain, **logical}, folder.notes)
         self.shards = folder.shards
 
     @property
@@ -109,7 +108,7 @@ class LogicalFolder(TensorFolder):
 
         Args:
             keys: keys of tensors.
-            kind: what they are, in the singular, for `skipped` and `notes`.
+            kind: what they are, in the singular, for `skipped`.
 
         Returns:
             The folder without them; itself if there are none.
@@ -120,7 +119,6 @@ class LogicalFolder(TensorFolder):
         kept = {key: info for key, info in self.tensors.items() if key not in keys}
         rest.tensors = MappingProxyType(kept)
         rest.skipped = MappingProxyType({**self.skipped, kind: len(keys)})
-        rest.notes = (*self.notes, f"dropped {len(keys)} {kind}s")
         return rest
 
 
@@ -146,10 +144,29 @@ def open_logical(path: str | os.PathLike[str]) -> LogicalFolder:
     folder = open_folder(path)
     problems = Problems()
     found = find_matrices(folder, problems)
+    _refuse(folder.path, problems)
+    return LogicalFolder(folder, found)
+
+
+def refuse_unread(path: Path) -> None:
+    """Raises if a configuration tells that its weights, which need not be there, are not read.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        CheckpointError: weights of a quantised format that is not read, or fields of the
+            configuration that are not understood.
+    """
+    problems = Problems()
+    read_settings(path, (), problems)
+    _refuse(path, problems)
+
+
+def _refuse(path: Path, problems: Problems) -> None:
     problems.raise_if_any(
-        f"{folder.path} holds quantised weights that cannot be read",
+        f"{path} holds quantised weights that cannot be read",
         "Every part of a quantised matrix must be there once and fit the others, and every field "
         "of the configuration must be known. Check that config.json and the weights are of one "
         "release, and complete.",
     )
-    return LogicalFolder(folder, found)

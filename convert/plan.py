@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import qwen_jax
 from qwen_jax.checkpoint.native import Record, read_record
 from qwen_jax.checkpoint.plan import LoadPlan
 from qwen_jax.checkpoint.problems import show
@@ -155,5 +156,10 @@ def identity(folder: TensorFolder, inputs: Inputs, options: Mapping[str, Any]) -
     for name in sorted(folder.tensors):
         info = folder.tensors[name]
         headers.update(repr((name, info.shard, info.dtype, info.shape, info.start)).encode())
-    found = {"headers": headers.hexdigest(), **inputs.state(), "options": dict(options)}
+    found = {
+        "version": qwen_jax.__version__,
+        "headers": headers.hexdigest(),
+        **inputs.state(),
+        "options": dict(options),
+    }
     return json.loads(json.dumps(found))

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen_jax.checkpoint.index import INDEX
 from qwen_jax.checkpoint.native import RECORD
 from qwen_jax.checkpoint.problems import Problems, show
-from qwen_jax.checkpoint.safetensors_io import INDEX
 from qwen_jax.configuration.families import FAMILIES
 from qwen_jax.errors import CheckpointError
 
@@ -26,6 +26,7 @@ SETTINGS = (CONFIG, RECORD, "quantize_config.json", "quant_config.json")
 # Made anew, or true of the source's weights only.
 _REPLACED = (*SETTINGS, INDEX, "quantization_config.json", "recipe.yaml")
 _WEIGHTS = (".safetensors",)
+_DTYPES = ("dtype", "torch_dtype")
 _QUANTISATION = ("quantization_config", "compression_config")
 _PIECE = 1 << 20
 
@@ -106,6 +107,8 @@ def written_config(
     if vision:
         outer = _without_quantisation(raw) | {"text_config": inner}
         return outer | {"tie_word_embeddings": config.tie_word_embeddings}
+    # That of the text part goes before the outer one.
+    stated = any(inner.get(name) for name in _DTYPES)
     return {
         **inner,
         "architectures": [FAMILIES[config.model_type].architecture],
@@ -113,7 +116,7 @@ def written_config(
         "bos_token_id": config.bos_token_id,
         "eos_token_id": _one_or_list(config.eos_token_id),
         "pad_token_id": config.pad_token_id,
-        **{name: raw[name] for name in ("dtype", "torch_dtype") if name in raw},
+        **({} if stated else {name: raw[name] for name in _DTYPES if name in raw}),
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qwen_jax.checkpoint.assemble import stored_dtype
 from qwen_jax.checkpoint.keys import parse_key
 from qwen_jax.checkpoint.plan import LoadPlan, plan_load, refuse_sizes
 from qwen_jax.checkpoint.tensors import tree_tensors
@@ -16,7 +18,7 @@ from .logical import LogicalFolder, open_logical
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFolder:
     """A folder in any layout that is read.
 
     Attributes:
@@ -30,12 +32,20 @@ class Source:
     raw_config: dict[str, Any]
 
     @property
+    def tree_bytes(self) -> int:
+        """Bytes of all tensors of the tree, quantised ones as bfloat16."""
+        folder, sources = self.folder, self.load.sources
+        return sum(
+            math.prod(source.shape) * stored_dtype(folder, source).itemsize for source in sources
+        )
+
+    @property
     def vision(self) -> list[str]:
         """Keys of the vision tower."""
         return [key for key in self.folder.tensors if parse_key(key).kind == "visual"]
 
 
-def open_source(path: Path, *, mtp: bool = True) -> Source:
+def open_source(path: Path, *, mtp: bool = True) -> SourceFolder:
     """Opens a model folder for conversion.
 
     Args:
@@ -54,7 +64,8 @@ def open_source(path: Path, *, mtp: bool = True) -> Source:
     refuse_sizes(folder, config)
     # Packers give modules a bias of zeros; that leaves out those which the model lacks.
     tree = tree_tensors(config)
-    needless = {key for key in folder.zero_biases() if parse_key(key).path not in tree}
+    biases = {key: parse_key(key) for key in folder.zero_biases()}
+    needless = {k for k, (kind, path, _) in biases.items() if kind != "visual" and path not in tree}
     folder = folder.without(needless, "all-zero bias")
     raw, _ = load_config_file(path)
-    return Source(folder, plan_load(folder, config, mtp=mtp), dict(raw))
+    return SourceFolder(folder, plan_load(folder, config, mtp=mtp), dict(raw))

@@ -24,7 +24,7 @@ def plan_export(source: Path, *, experts: Experts | None = None) -> Plan:
         experts: "fused" or "per_expert" to group experts otherwise, those of the MTP head too.
 
     Returns:
-        The plan. Headers and small files have been read, no weights.
+        The plan; what has been read is what `plan_conversion` reads.
 
     Raises:
         CheckpointError: the folder is damaged or not understood.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qwen_jax.checkpoint.json_file import read_object
 from qwen_jax.checkpoint.problems import Problems
 from qwen_jax.errors import CheckpointError
 from qwen_jax.text import Tokenizer
@@ -108,12 +109,7 @@ def _rewrite(
     change: Callable[[Object, Sequence[AddedToken]], None],
     tokens: Sequence[AddedToken],
 ) -> None:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object; download it again")
+    content = read_object(file)
     change(content, tokens)
     # Python's indenting encoder takes seconds for a vocabulary of usual size: a line a field.
     fields = (f"  {_json(name)}: {_json(value)}" for name, value in content.items())

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qwen_jax.checkpoint.keys import HEAD
+from qwen_jax.checkpoint.mapping import EMBEDDING
 from qwen_jax.checkpoint.problems import Problems
 from qwen_jax.errors import CheckpointError
 from qwen_jax.text import Tokenizer
@@ -20,8 +22,6 @@ from .tokenizer_files import AddedToken, add_to_files, files
 
 if TYPE_CHECKING:
     from qwen_jax.config import QwenConfig
-
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 Reader = Callable[[str, np.ndarray], np.ndarray]
 

@@ -10,18 +10,19 @@ import contextlib
 import errno
 import fnmatch
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from .checkpoint.index import INDEX, read_index
+from .checkpoint.problems import listed, show
 from .errors import CheckpointError
 
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
-    "model.safetensors.index.json",
+    INDEX,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,12 +38,11 @@ SIDE_FILES = (
     "quant_config.json",
     "LICENSE",
 )
-_CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_CONFIG, _SINGLE = "config.json", "model.safetensors"
 # Other frameworks' copies of the same weights.
 _FOREIGN = ("consolidated*", "adapter_model*")
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]{0,94}[A-Za-z0-9_])?"
 _ID = re.compile(f"{_NAME}/{_NAME}")
-_LISTED = 8
 
 
 def is_hub_id(text: str) -> bool:
@@ -74,7 +74,7 @@ def fetch(
         CheckpointError: no such model or revision, no access to it, no network and no complete
             copy in the cache, no room on the disk, or a model without safetensors weights.
     """
-    named = model_id if revision is None else f"{model_id} at revision {_quote(revision)}"
+    named = model_id if revision is None else f"{model_id} at revision {show(revision)}"
     folder = _download(model_id, revision, SIDE_FILES, named, quiet)
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(
@@ -106,15 +106,15 @@ def fetch_weights(model_id: str, folder: Path, *, quiet: bool = False) -> None:
     if lacking:  # some versions of the library pass over this where there is no network
         raise CheckpointError(
             f"{len(lacking)} of the weight files of {model_id} are not in the cache ({folder}), "
-            f"such as {_quote(lacking[0])}, and the Hub cannot be reached; unset HF_HUB_OFFLINE or "
+            f"such as {show(lacking[0])}, and the Hub cannot be reached; unset HF_HUB_OFFLINE or "
             "connect to the network and repeat the command, or give a local folder"
         )
 
 
 def has_weights(folder: Path) -> bool:
     """Says whether all weights of a folder in the cache have been fetched."""
-    if (folder / _INDEX).is_file():
-        return not _lacking(folder, _indexed(folder / _INDEX))
+    if (folder / INDEX).is_file():
+        return not _lacking(folder, _indexed(folder / INDEX))
     return any(folder.glob("*.safetensors"))
 
 
@@ -142,8 +142,8 @@ def _lacking(folder: Path, names: Sequence[str]) -> list[str]:
 
 def _weight_files(model_id: str, folder: Path) -> list[str]:
     """Names of the files that hold the weights."""
-    if (folder / _INDEX).is_file():
-        return _indexed(folder / _INDEX)
+    if (folder / INDEX).is_file():
+        return _indexed(folder / INDEX)
     names = _listing(model_id, folder) or [file.name for file in folder.iterdir()]
     candidates = sorted(
         name
@@ -156,34 +156,14 @@ def _weight_files(model_id: str, folder: Path) -> list[str]:
         return [_SINGLE] if _SINGLE in candidates else candidates
     found = "several safetensors files" if candidates else "no safetensors weights"
     raise CheckpointError(
-        f"{model_id} has {found} and no {_INDEX}{_other_files(model_id, folder)}; give the id of "
+        f"{model_id} has {found} and no {INDEX}{_other_files(model_id, folder)}; give the id of "
         "a release with safetensors weights, or a local folder"
     )
 
 
 def _indexed(index: Path) -> list[str]:
     """The shards that an index lists, each once."""
-    try:
-        shards = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OSError) as error:
-        raise CheckpointError(
-            f"{index} is no index of weights ({_line(error)}); remove the file and fetch it again"
-        ) from error
-    refused = [shard for shard in shards if not _plain_path(shard)]
-    if refused or not shards:
-        what = f"files such as {_quote(refused[0])}" if refused else "no files"
-        raise CheckpointError(
-            f"{index} lists {what}; accepted are plain paths of .safetensors files"
-        )
-    return sorted(shards)
-
-
-def _plain_path(name: object) -> bool:
-    if not isinstance(name, str) or not name.isprintable() or "\\" in name:
-        return False
-    path = PurePosixPath(name)
-    inside = not path.is_absolute() and ".." not in path.parts and str(path) == name
-    return inside and path.suffix == ".safetensors"
+    return sorted(set(read_index(index).values()))
 
 
 def _listing(model_id: str, folder: Path) -> list[str]:
@@ -198,10 +178,7 @@ def _listing(model_id: str, folder: Path) -> list[str]:
 
 def _other_files(model_id: str, folder: Path) -> str:
     names = sorted(name for name in _listing(model_id, folder) if not name.startswith("."))
-    if not names:
-        return ""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f" (it has {', '.join(map(_quote, names[:_LISTED]))}{more})"
+    return f" (it has {listed(names)})" if names else ""
 
 
 @contextlib.contextmanager
@@ -289,8 +266,3 @@ def _disk_full(error: BaseException) -> bool:
 
 def _line(error: BaseException) -> str:
     return (str(error).strip().partition("\n")[0] or type(error).__name__)[:200]
-
-
-def _quote(text: object) -> str:
-    text = str(text)
-    return text[:200] if text.isprintable() else ascii(text)[:200]

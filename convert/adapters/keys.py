@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_CONTAINERS = ("model", "language_model")
-_VISUAL = ("visual", "vision_tower")
+from qwen_jax.checkpoint.keys import CONTAINERS, VISUAL
+
 _WRAPPERS = ["base_model", "model"]
 _LORA = {
     "lora_A": ("A", ["weight"]),
@@ -49,9 +49,9 @@ def parse_adapter_key(key: str) -> AdapterKey:
     segments = key.split(".")
     if segments[:2] == _WRAPPERS:
         segments = segments[2:]
-    prefix = next((i for i, s in enumerate(segments) if s not in _CONTAINERS), len(segments))
+    prefix = next((i for i, s in enumerate(segments) if s not in CONTAINERS), len(segments))
     rest = segments[prefix:]
-    if rest and rest[0] in _VISUAL:
+    if rest and rest[0] in VISUAL:
         return AdapterKey(key, "visual")
     start = next((i for i, s in enumerate(rest) if s in _LORA), None)
     if start is not None:

@@ -18,7 +18,7 @@ from qwen_jax.checkpoint.header import TensorInfo
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
 
 from .packing import dequantise, group_map
-from .quantised import SCALE_DTYPES, Parts, as_scales, check_shape, keys, sides
+from .quantised import SCALE_DTYPES, Parts, Quantised, as_scales, check_shape, keys, sides
 from .settings import Fields
 
 # Output within its word of eight that each nibble holds, the low nibble first.
@@ -44,13 +44,9 @@ class AwqSettings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AwqMatrix:
+class AwqMatrix(Quantised):
     """An AWQ matrix [out, in]; `group` is the number of inputs a group."""
 
-    key: str
-    shape: tuple[int, int]
-    parts: tuple[str, ...]
-    format: str
     group: int
     scales: TensorInfo
 

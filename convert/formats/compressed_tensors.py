@@ -28,7 +28,16 @@ from .blocks import Block, BlockSettings, check_block
 from .gptq import check_groups, check_numbers
 from .int8 import check_symmetry
 from .packing import dequantise, unpack, words_for
-from .quantised import SCALE_DTYPES, Parts, as_scales, check_dtype, check_shape, keys, sides
+from .quantised import (
+    SCALE_DTYPES,
+    Parts,
+    Quantised,
+    as_scales,
+    check_dtype,
+    check_shape,
+    keys,
+    sides,
+)
 from .settings import Fields
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
@@ -66,7 +75,7 @@ UNDECLARED = CompressedSettings((Scheme(None, None, None, False),), BlockSetting
 
 
 @dataclass(frozen=True)
-class PackedMatrix:
+class PackedMatrix(Quantised):
     """A packed matrix [out, in].
 
     Attributes:
@@ -75,10 +84,6 @@ class PackedMatrix:
         symmetric: whether the configuration says that zero points are 0.
     """
 
-    key: str
-    shape: tuple[int, int]
-    parts: tuple[str, ...]
-    format: str
     bits: int
     group: int
     symmetric: bool

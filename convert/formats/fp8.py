@@ -19,7 +19,7 @@ from qwen_jax.checkpoint.safetensors_io import TensorFolder
 from qwen_jax.errors import CheckpointError
 
 from .blocks import Block, BlockSettings, check_block, scale_block
-from .quantised import BFLOAT16, SCALE_DTYPES, Parts, as_scales, check_dtype, keys
+from .quantised import BFLOAT16, SCALE_DTYPES, Parts, Quantised, as_scales, check_dtype, keys
 from .settings import Fields
 
 DTYPE = "F8_E4M3"
@@ -44,17 +44,13 @@ _CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
-class Fp8Matrix:
+class Fp8Matrix(Quantised):
     """An FP8 matrix [out, in], or a stack [experts, out, in], and its scales.
 
     Attributes:
         block: rows and columns that one scale covers.
     """
 
-    key: str
-    shape: tuple[int, ...]
-    parts: tuple[str, ...]
-    format: str
     weight: TensorInfo
     scale: TensorInfo
     block: Block

@@ -31,7 +31,7 @@ from qwen_jax.checkpoint.safetensors_io import TensorFolder
 from qwen_jax.errors import CheckpointError
 
 from .packing import Groups, dequantise, group_map, unpack, words_for
-from .quantised import SCALE_DTYPES, Parts, as_scales, check_dtype, keys, sides
+from .quantised import SCALE_DTYPES, Parts, Quantised, as_scales, check_dtype, keys, sides
 from .settings import Fields
 
 BITS = (2, 3, 4, 8)
@@ -70,7 +70,7 @@ class GptqSettings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GptqMatrix:
+class GptqMatrix(Quantised):
     """A GPTQ matrix [out, in].
 
     Attributes:
@@ -80,10 +80,6 @@ class GptqMatrix:
         version: 1 where zero - 1 is stored, 2 where zero is.
     """
 
-    key: str
-    shape: tuple[int, int]
-    parts: tuple[str, ...]
-    format: str
     bits: int
     group: int
     sym: bool

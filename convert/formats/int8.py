@@ -19,17 +19,22 @@ from qwen_jax.errors import CheckpointError
 
 from .blocks import Block, BlockSettings, scale_block
 from .packing import dequantise, group_map
-from .quantised import SCALE_DTYPES, Parts, as_scales, check_dtype, check_shape, keys, sides
+from .quantised import (
+    SCALE_DTYPES,
+    Parts,
+    Quantised,
+    as_scales,
+    check_dtype,
+    check_shape,
+    keys,
+    sides,
+)
 
 
 @dataclass(frozen=True)
-class Int8Matrix:
+class Int8Matrix(Quantised):
     """An int8 matrix [out, in]; `block` is the rows and columns that one scale covers."""
 
-    key: str
-    shape: tuple[int, int]
-    parts: tuple[str, ...]
-    format: str
     block: Block
     symmetric: bool
     scale: TensorInfo

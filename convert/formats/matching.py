@@ -6,6 +6,8 @@ Each matrix is judged by its own tensors, so a folder may mix formats, and quant
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple
 
 from qwen_jax.checkpoint.formats import quantisation
@@ -90,7 +92,7 @@ def find_matrices(folder: TensorFolder, problems: Problems) -> Found:
     Raises:
         CheckpointError: quantised in a way that is not read at all.
     """
-    method, settings = _settings(folder, problems)
+    method, settings = read_settings(folder.path, folder.tensors, problems)
     groups, plain, skipped = _group(folder)
     matrices: dict[str, Quantised] = {}
     for key, tensors in groups.items():
@@ -103,17 +105,29 @@ def find_matrices(folder: TensorFolder, problems: Problems) -> Found:
     return Found(matrices, plain, skipped)
 
 
-def _settings(folder: TensorFolder, problems: Problems) -> tuple[str, Settings]:
-    """Reads the configuration; the method is empty where there is none."""
-    packed = any(key.endswith(".qweight") for key in folder.tensors)
-    name = quantisation(folder.path, folder.tensors)
-    declared = None if name == "MLX" else find_declaration(folder.path, packed)
+def read_settings(path: Path, keys: Collection[str], problems: Problems) -> tuple[str, Settings]:
+    """Reads the quantisation configuration of a folder.
+
+    Args:
+        path: the folder; it may lack its weights.
+        keys: keys of its tensors.
+        problems: receives what is wrong with the configuration.
+
+    Returns:
+        The method and what it says; "" and None where there is none.
+
+    Raises:
+        CheckpointError: quantised in a way that is not read at all.
+    """
+    packed = any(key.endswith(".qweight") for key in keys)
+    name = quantisation(path, keys)
+    declared = None if name == "MLX" else find_declaration(path, packed)
     if name in ("MLX", "bitsandbytes", "ModelOpt") or (
         declared is not None and declared.method not in _METHODS
     ):
         raise CheckpointError(
-            f"{folder.path} holds quantised weights ({name or show(declared and declared.method)}),"
-            f" which are not read; what is read: {SUPPORTED}. Use the unquantised release or one "
+            f"{path} holds quantised weights ({name or show(declared and declared.method)}), "
+            f"which are not read; what is read: {SUPPORTED}. Use the unquantised release or one "
             "of these"
         )
     if declared is None:

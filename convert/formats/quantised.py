@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +19,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SCALE_DTYPES = ("F32", "BF16", "F16")
 
 
-@runtime_checkable
-class Quantised(Protocol):
+@dataclass(frozen=True)
+class Quantised(ABC):
     """One quantised matrix, or stack of matrices, of a folder.
 
     Attributes:
@@ -28,26 +30,12 @@ class Quantised(Protocol):
         format: name of the format and the width of a code.
     """
 
-    @property
-    def key(self) -> str:
-        """The logical key."""
-        ...
+    key: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    format: str
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape."""
-        ...
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The stored keys."""
-        ...
-
-    @property
-    def format(self) -> str:
-        """The name of the format."""
-        ...
-
+    @abstractmethod
     def read(self, folder: TensorFolder, start: int, stop: int) -> np.ndarray:
         """Dequantises entries `start` to `stop` of the first axis.
 
@@ -62,7 +50,6 @@ class Quantised(Protocol):
         Raises:
             CheckpointError: scales, zero points or group numbers that make no sense.
         """
-        ...
 
 
 class Parts(NamedTuple):

@@ -23,8 +23,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from qwen_jax.checkpoint.index import INDEX
 from qwen_jax.checkpoint.problems import listed
-from qwen_jax.checkpoint.safetensors_io import INDEX
 from qwen_jax.errors import CheckpointError
 
 from .checksums import fault_of_shard

@@ -14,8 +14,9 @@ HeadPrefix = Literal["", "language_model."]
 PREFIXES: tuple[Prefix, ...] = ("model.", "model.language_model.", "language_model.model.")
 HEAD_PREFIXES: tuple[HeadPrefix, ...] = ("", "language_model.")
 
-_CONTAINERS = ("model", "language_model")
-_VISUAL = ("visual", "vision_tower")
+# First segments of keys: of what holds the text model, and of the vision tower.
+CONTAINERS = ("model", "language_model")
+VISUAL = ("visual", "vision_tower")
 
 
 class Key(NamedTuple):
@@ -45,11 +46,11 @@ def parse_key(key: str) -> Key:
     """
     segments = key.split(".")
     last = len(segments) - 1
-    depth = next((i for i, s in enumerate(segments[:-1]) if s not in _CONTAINERS), last)
+    depth = next((i for i, s in enumerate(segments[:-1]) if s not in CONTAINERS), last)
     prefix, rest = "".join(f"{s}." for s in segments[:depth]), segments[depth:]
     if rest[0] == "mtp":
         return Key("mtp", ".".join(rest))
-    if rest[0] in _VISUAL:
+    if rest[0] in VISUAL:
         return Key("visual", key)
     if rest[-2:] == ["rotary_emb", "inv_freq"]:
         return Key("rotary", key)

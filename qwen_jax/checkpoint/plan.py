@@ -58,7 +58,7 @@ class LoadPlan:
         layout: how the folder groups its tensors; where layers differ, any departure from the
             tree's form counts.
         skipped: how many tensors are not part of the text model, by kind ("mtp", "visual",
-            "rotary").
+            "rotary"), or are its embedding once more ("tied head").
         notes: what a person should be told once.
     """
 
@@ -103,6 +103,8 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
     found, prefixes, skipped = _sort_keys(folder, mtp, problems)
     refuse_sizes(folder, config)
     config, dropped = decide_head(folder, config, found)
+    if dropped:
+        skipped["tied head"] = len(dropped)
     mtp_layers = max(config.mtp_num_hidden_layers, 1) if _any_mtp(found) else 0
     forms, contested = _decide_forms(config, mtp_layers, found, problems)
     spell = speller(prefixes.prefix, prefixes.head_prefix)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -22,10 +22,9 @@ import numpy as np
 from ..errors import CheckpointError
 from .formats import refuse_other_files
 from .header import DTYPES, TensorInfo, read_header
-from .json_file import read_json
+from .index import INDEX, read_index
 from .problems import Problems, listed, show
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EVERY_ROW = slice(None)
 
@@ -153,7 +152,7 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
             f"{path} {kind}; give the folder that holds config.json and the weights"
         )
     index = path / INDEX
-    placed = _read_index(index) if os.path.lexists(index) else None
+    placed = read_index(index) if os.path.lexists(index) else None
     shards = _single_shard(path) if placed is None else sorted(set(placed.values()))
     _check_present(path, shards, placed)
     tensors = _read_shards(path, shards, placed)
@@ -164,30 +163,6 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
     why = f"{INDEX} does not list" if placed is not None else f"are not {shards[0]}"
     notes = (f"ignored files that {why}: {listed(strays)}",) if strays else ()
     return TensorFolder(path, tensors, notes)
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """Reads which shard holds which tensor; every shard path stays inside the folder."""
-    content = read_json(index)
-    placed = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(f"{INDEX} has no weight_map that says which file holds which tensor")
-    problems = Problems()
-    refused = [place for place in placed.values() if not _stays_inside(place)]
-    problems.add("refused paths", *dict.fromkeys(map(show, refused)))
-    problems.raise_if_any(
-        f"{INDEX} names files that are not plain paths inside the folder",
-        "Accepted: relative paths to .safetensors files, without '..' (the file may be a link).",
-    )
-    return placed
-
-
-def _stays_inside(shard: object) -> bool:
-    if not isinstance(shard, str) or not shard.isprintable() or "\\" in shard or ":" in shard:
-        return False
-    pure = PurePosixPath(shard)
-    plain = str(pure) == shard and not pure.is_absolute() and ".." not in pure.parts
-    return plain and pure.suffix == ".safetensors"
 
 
 def _single_shard(path: Path) -> list[str]:

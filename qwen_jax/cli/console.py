@@ -25,9 +25,9 @@ class Notes:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar to advance by so many bytes, on a terminal; nothing elsewhere."""
+        """A bar to advance by so many bytes, on a terminal; now and then a line elsewhere."""
         if self.quiet or not sys.stderr.isatty():
-            yield lambda advance: None
+            yield _Lines(self, title, total).advance
             return
         from rich.console import Console
         from rich.progress import (
@@ -52,7 +52,7 @@ class Notes:
 
 
 class _Lines:
-    """Progress where no bar can be drawn: a line each tenth of the work, ten seconds apart."""
+    """Progress where no bar can be drawn: a line each tenth, ten seconds apart at least."""
 
     def __init__(self, notes: Notes, title: str, total: int) -> None:
         self._notes, self._title, self._total = notes, title, max(total, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,9 +70,8 @@ class Job:
             write_json(plan.as_json()) if json else print(text)
             return
         notes(text)
-        begin = time.perf_counter()
         written = self._write(plan, self.destination, notes)
-        seconds = time.perf_counter() - begin
+        seconds = written.seconds
         report = {**plan.as_json(), "destination": str(self.destination), "seconds": seconds}
         for note in written.notes:
             notes(note)
@@ -111,7 +109,8 @@ def find_source(name: str, revision: str | None, notes: Notes, *, dry_run: bool 
 
     Raises:
         RequestError: a dry run of a Hub model whose weights would have to be fetched first.
-        CheckpointError: no such folder, or the Hub model cannot be fetched.
+        CheckpointError: no such folder, the Hub model cannot be fetched, or its configuration says
+            that its weights are quantised in a way that is not read.
         ConfigError: the Hub model's configuration is not implemented.
     """
     from .. import hub
@@ -127,7 +126,10 @@ def find_source(name: str, revision: str | None, notes: Notes, *, dry_run: bool 
                 f"not cached; run hf download {name} first, or convert without --dry-run"
             )
         return folder
+    from convert.logical import refuse_unread
+
     notes(f"{name}: fetching from the Hub what is not cached")
+    refuse_unread(find_folder(name, revision, weights=False, quiet=notes.quiet))
     return find_folder(name, revision, quiet=notes.quiet)
 
 

@@ -38,14 +38,14 @@ def diff(
         quiet: write nothing to standard error but errors and warnings.
     """
     from convert.diff import diff as compare
-    from convert.logical import open_logical
+    from convert.source import open_source
 
     accept_any_text()
     notes = Notes(quiet=quiet)
     try:
-        folders = [find_source(name, None, notes) for name in (first, second)]
-        with notes.progress("comparing", open_logical(folders[0]).nbytes) as advance:
-            result = compare(*folders, progress=advance)
+        a, b = (open_source(find_source(name, None, notes)) for name in (first, second))
+        with notes.progress("comparing", a.tree_bytes) as advance:
+            result = compare(a, b, progress=advance)
     except (CheckpointError, ConfigError) as error:
         raise RequestError(str(error)) from error
     if json:

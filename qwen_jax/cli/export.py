@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from ..errors import RequestError
 from .console import Notes, accept_any_text
 from .conversion import Job, find_source
 from .options import Switch, Text
@@ -13,7 +14,7 @@ from .options import Switch, Text
 
 def export(
     source: str,
-    destination: str,
+    destination: str | None = None,
     *,
     experts: Literal["source", "fused", "per-expert"] = "source",
     dry_run: Switch = False,
@@ -32,7 +33,7 @@ def export(
         experts: fused (one tensor a layer), per-expert, or as in the folder that was converted.
         dry_run: say what would be done, and do nothing.
         resume: go on with a run that was interrupted.
-        verify: read the result again and compare checksums.
+        verify: read the result again, compare checksums, and run a short forward pass.
         revision: branch, tag or commit on the hub.
         max_shard_size: most bytes in one file (4GB by default).
         json: write one JSON object to standard output.
@@ -40,6 +41,11 @@ def export(
     """
     accept_any_text()
     notes = Notes(quiet=quiet)
+    if destination is None and not dry_run:
+        raise RequestError(
+            "no destination: qwen-jax export SOURCE DESTINATION; without one, --dry-run says what "
+            "would be done; see qwen-jax export --help"
+        )
     job = Job.prepare(destination, max_shard_size, resume=resume, verify=verify)
     folder = find_source(source, revision, notes, dry_run=dry_run)
     from convert.to_hf import plan_export

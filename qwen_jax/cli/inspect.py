@@ -101,8 +101,9 @@ def _holdings(
     """
     from .. import hub
     from ..checkpoint.formats import quantisation
+    from ..checkpoint.index import INDEX
     from ..checkpoint.plan import plan_load
-    from ..checkpoint.safetensors_io import INDEX, open_folder
+    from ..checkpoint.safetensors_io import open_folder
 
     quantised = quantisation(folder, ())
     if fetched and not hub.has_weights(folder):

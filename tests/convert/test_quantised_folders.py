@@ -210,6 +210,18 @@ def test_biases_of_zeros_that_packers_add_are_dropped_and_counted(same, shell, t
     shell.refused(source, "unused (1)", f"{module}.bias")
 
 
+def test_biases_of_zeros_in_the_vision_tower_stay(shell, tmp_path):
+    stored, _ = quantise(tensors(), "fp8")
+    module = "model.visual.blocks.0.attn.qkv"
+    parts, values = fp8(module, (8, 16))
+    stored |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
+    stored[f"{module}.bias"] = np.zeros(8, BF16)
+    source = write(tmp_path / "source", stored, quantization_config=CONFIGS["fp8"])
+    native = read(shell.convert(source, "--keep-visual"))
+    assert native[f"{module}.weight"].tobytes() == values.tobytes()
+    assert not native[f"{module}.bias"].any()
+
+
 def numbered(arrays: Arrays, numbers: tuple[int, ...]) -> Arrays:
     """Gives the experts other numbers; one more of them becomes a copy of the first."""
     renamed = {}

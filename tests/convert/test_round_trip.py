@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from convert.diff import diff
 from convert.from_hf import plan_conversion
 from convert.run import run
+from convert.source import open_source
 from convert.to_hf import plan_export
 from qwen_jax.checkpoint.mapping import Layout
 from qwen_jax.checkpoint.native import read_record
@@ -70,8 +71,8 @@ def test_golden_checkpoints_come_back_bit_for_bit(name, tmp_path):
     exported = export(native, tmp_path / "exported")
     assert_same(tensors(exported), text_only(source))
     assert QwenConfig.from_hf(exported) == QwenConfig.from_hf(source)
-    assert diff(source, exported).equal
-    assert diff(source, native).equal
+    assert diff(open_source(source), open_source(exported)).equal
+    assert diff(open_source(source), open_source(native)).equal
 
 
 def test_converting_twice_changes_nothing(demo_path, tmp_path):
@@ -170,7 +171,7 @@ def test_released_layouts_with_an_mtp_head_come_back(name, tmp_path):
     kept = dataclasses.replace(layout, prefix="model.")
     assert record.layout == kept
     assert_same(tensors(exported), text_only(source))
-    assert diff(source, exported).equal
+    assert diff(open_source(source), open_source(exported)).equal
 
 
 def test_all_layouts_convert_to_the_same_tensors(tmp_path):
@@ -192,7 +193,7 @@ def test_with_the_vision_tower_the_whole_release_comes_back(tmp_path):
     assert_same(tensors(exported), tensors(source))
     before, after = (json.loads((f / "config.json").read_text()) for f in (source, exported))
     assert after == before | {"text_config": before["text_config"] | {"tie_word_embeddings": False}}
-    difference = diff(source, exported)
+    difference = diff(open_source(source), open_source(exported))
     assert difference.equal
     assert difference.left_out == ({}, {})
 
@@ -210,6 +211,27 @@ def test_without_the_vision_tower_nothing_announces_it(tmp_path):
     record = read_record(native)
     assert record is not None
     assert record.skipped == {"visual": 3}
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "float32"),
+        ({"torch_dtype": "float32"}, {"dtype": "bfloat16"}, "float32"),
+        ({"dtype": None}, {"torch_dtype": "float32"}, "float32"),
+        ({}, {"dtype": "float32"}, "float32"),
+    ],
+)
+def test_the_dtype_of_the_text_part_goes_before_the_outer_one(inner, outer, expected, tmp_path):
+    layout = LAYOUTS["3.6 bf16"][1]
+    source = write(tmp_path / "source", layout, model_type="qwen3_5_moe_text", visual=1)
+    fields = json.loads((source / "config.json").read_text())
+    del fields["text_config"]["dtype"]
+    fields["text_config"] |= inner
+    (source / "config.json").write_text(json.dumps(fields | outer))
+    native = convert(source, tmp_path / "native")
+    assert QwenConfig.from_hf(native).dtype == expected
+    assert diff(open_source(source), open_source(native)).equal
 
 
 def test_the_mtp_head_can_stay_behind(tmp_path):

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from convert.tokenizer_files import AddedToken
-from convert.vocabulary import EMBEDDING, HEAD, NewToken, Vocabulary, read_added_tokens
+from convert.vocabulary import NewToken, Vocabulary, read_added_tokens
+from qwen_jax.checkpoint.keys import HEAD
+from qwen_jax.checkpoint.mapping import EMBEDDING
 from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.config import QwenConfig
 from qwen_jax.generation import _sampled_ids

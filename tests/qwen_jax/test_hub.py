@@ -137,8 +137,8 @@ def test_what_cannot_be_had_is_said_with_the_way_out(server, fetch):
         "org/many": "several safetensors files and no model.safetensors.index.json (it has a.safe",
         "org/pickle": "no safetensors weights and no model.safetensors.index.json (it has config",
         "org/gguf": "no config.json (it has model-Q4.gguf)",
-        "org/hostile": "lists files such as ../../../x.safetensors",
-        "org/damaged": "is no index of weights",
+        "org/hostile": "refused paths (1):\n    ../../../x.safetensors",
+        "org/damaged": f"{INDEX} cannot be read",
     }
     for (model, part), (folder, error) in zip(expected.items(), fetch(*expected), strict=True):
         assert folder == "" and part in error, (model, error)

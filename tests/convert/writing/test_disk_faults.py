@@ -27,21 +27,6 @@ from tests.convert.writing.folders import (
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(autouse=True)
-def _disk_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    return tmp_path / "out.partial"
-
-
 class Disk:
     """Room for so many bytes in files of some name, then an error; the last write is cut short."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,21 +22,6 @@ from tests.convert.writing.folders import (
     undisturbed,
     write,
 )
-
-
-@pytest.fixture(autouse=True)
-def _disk_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    return tmp_path / "out.partial"
 
 
 def test_torn_end_of_the_journal_is_dropped_and_never_written_onto(out, work):

@@ -27,21 +27,6 @@ from tests.convert.writing.folders import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _disk_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    return tmp_path / "out.partial"
-
-
 def made(shards: list[list[OutputTensor]]) -> tuple[list[list[OutputTensor]], list[str]]:
     """Shards that note which of their tensors are asked for."""
     keys: list[str] = []

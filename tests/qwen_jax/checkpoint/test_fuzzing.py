@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from qwen_jax.checkpoint.header import DTYPES
+from qwen_jax.checkpoint.index import INDEX
 from qwen_jax.checkpoint.mapping import Layout
 from qwen_jax.checkpoint.native import RECORD, Record, read_record
-from qwen_jax.checkpoint.safetensors_io import INDEX, open_folder
+from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.errors import CheckpointError
 
 DEEP = "[" * 3000 + "]" * 3000

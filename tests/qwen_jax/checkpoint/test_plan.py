@@ -185,6 +185,7 @@ def test_head_equal_to_the_embedding_is_dropped(tiny, random_tree, stored, plann
     plan = planned(config, arrays, shards=shards)
     holds(plan, tree)
     assert plan.config.tie_word_embeddings
+    assert plan.skipped == {"tied head": 1}
 
 
 @pytest.mark.parametrize("change", ["value", "sign of zero", "dtype"])

@@ -412,6 +412,8 @@ def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> Cal
     files = {path.name: path.read_bytes() for path in source.iterdir()}
     put(tmp_path / "cache", "org/side", {"config.json": files["config.json"]})
     put(tmp_path / "cache", "org/whole", files, ref="v1")
+    packed = json.loads(files["config.json"]) | {"quantization_config": {"quant_method": "quark"}}
+    put(tmp_path / "cache", "org/quark", {"config.json": json.dumps(packed).encode()})
     return lambda name: tmp_path / name
 
 
@@ -431,6 +433,7 @@ def test_hub_ids(run, source, cached):
     [
         (("org/none", "NEW"), FAILURE, "hf download org/none"),
         (("org/side", "NEW"), FAILURE, "org/side has no safetensors weights"),
+        (("org/quark", "NEW"), FAILURE, "holds quantised weights (quark), which are not read"),
         (("org/whole", "NEW", "--revision", "v2"), FAILURE, "org/whole at revision v2"),
         (("org/whole", "NEW", "--revision="), USAGE, "revision is empty"),
         (("org/none", "NEW", "--max-shard-size", "many"), USAGE, "--max-shard-size is 'many'"),
