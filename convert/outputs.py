@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
     from .vocabulary import Vocabulary
 
-CHUNK_BYTES = 64 << 20
-_RUNS_KEPT = 8
+CHUNK_BYTES = 16 << 20
+_WORKERS = 2
+_RUNS_KEPT = 32
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -136,11 +138,21 @@ class _Tree:
         return np.concatenate([self.rows(path, slice(i, i + 1)) for i in numbers.tolist()])
 
     def whole(self, path: str) -> Iterator[np.ndarray]:
-        for rows in runs(self.folder, self.sources[path], CHUNK_BYTES):
-            yield np.ascontiguousarray(self.rows(path, rows))
-            self.release_later(path, rows)
+        """A tree tensor run by run; runs are read and dequantised side by side."""
+        pending: deque[tuple[slice, Future[np.ndarray]]] = deque()
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            for rows in runs(self.folder, self.sources[path], CHUNK_BYTES):
+                pending.append((rows, pool.submit(self.rows, path, rows)))
+                if len(pending) > _WORKERS:
+                    yield self.finished(path, *pending.popleft())
+            while pending:
+                yield self.finished(path, *pending.popleft())
         for edit in self.edits_of(path):
             yield edit.extra_rows(path, self.dtype(path))
+
+    def finished(self, path: str, rows: slice, run: Future[np.ndarray]) -> np.ndarray:
+        self.release_later(path, rows)
+        return np.ascontiguousarray(run.result())
 
     def release_later(self, path: str, rows: slice) -> None:
         """Gives back the memory of what was read some runs ago; later ones are being written."""

@@ -26,7 +26,7 @@ from .writing import OutputTensor
 # For the estimate of time alone: what a plain solid-state disk reads and writes.
 ASSUMED_BYTES_PER_SECOND = 400e6
 _BASE_MEMORY = 250e6
-_CHUNKS_IN_MEMORY = 6
+_CHUNKS_IN_MEMORY = 10
 
 
 @dataclass(frozen=True, kw_only=True)
