@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -84,11 +85,15 @@ def _stored(key: str, shape: tuple[int, ...], *, quantise: bool) -> list[OutputT
 
 
 def _random(shape: tuple[int, ...], width: int) -> Iterator[np.ndarray]:
-    noise = np.random.default_rng(0).integers(0, 256, _CHUNK, dtype=np.uint8)
     left = math.prod(shape) * width
     for _ in range(0, left, _CHUNK):
-        yield noise[: min(left, _CHUNK)]
+        yield _noise()[: min(left, _CHUNK)]
         left -= _CHUNK
+
+
+@functools.cache
+def _noise() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, _CHUNK, dtype=np.uint8)
 
 
 def _scales(shape: tuple[int, ...]) -> Iterator[np.ndarray]:
