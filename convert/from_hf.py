@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen_jax.checkpoint.mapping import Layout
+from qwen_jax.checkpoint.keys import HEAD
+from qwen_jax.checkpoint.mapping import EMBEDDING, Layout
+from qwen_jax.checkpoint.native import Record, read_record
+from qwen_jax.checkpoint.problems import listed
+from qwen_jax.errors import CheckpointError
 
-from .adapters import load_adapter
+from .adapters import Adapter, load_adapter
 from .adapters.adapter import WEIGHTS
 from .inputs import Inputs
 from .outputs import copies, largest_gather, outputs
@@ -54,8 +58,10 @@ def plan_conversion(
     if added_tokens is not None:
         vocabulary = read_added_tokens(added_tokens, source, load.config)
     visual = opened.vision if keep_visual else []
+    _refuse_adapters(merged, keeps_vision=bool(visual))
     tensors = outputs(load, NATIVE, merged, vocabulary) + copies(folder, visual)
     record = describe(load, folder, vision=bool(visual))
+    before = record
     record = replace(
         record,
         adapters=(*record.adapters, *(adapter.summary for adapter in merged)),
@@ -76,11 +82,15 @@ def plan_conversion(
         tensors=tensors,
         native=True,
         record=record,
+        before=read_record(source) or Record(layout=load.layout),
+        edited={path for adapter in merged for path in adapter.paths}
+        | ({EMBEDDING, HEAD} if vocabulary is not None else set()),
         config=written_config(
             opened.raw_config,
             load.config,
             vision=bool(visual),
             changes=_changes(opened.raw_config, vocabulary, drop_mtp=drop_mtp),
+            dequantised=bool(folder.format_counts),
         ),
         side_files=taken,
         files_left=left,
@@ -89,11 +99,32 @@ def plan_conversion(
         remarks=[
             *_idle(opened, keep_visual=keep_visual, drop_mtp=drop_mtp),
             *(note for adapter in merged for note in adapter.notes),
+            *(
+                f"{adapter.summary}: one of that name was merged before; this is added to it"
+                for adapter in merged
+                if adapter.summary in before.adapters
+            ),
             *(vocabulary.notes if vocabulary is not None else ()),
         ],
         inputs=inputs,
         identity=identity(folder, inputs, options),
     )
+
+
+def _refuse_adapters(adapters: Sequence[Adapter], *, keeps_vision: bool) -> None:
+    """Refuses one adapter given twice, and half an adapter beside a vision tower that is kept."""
+    states = [adapter.identity for adapter in adapters]
+    twice = [adapter.summary for i, adapter in enumerate(adapters) if states[i] in states[:i]]
+    if twice:
+        raise CheckpointError(
+            f"{listed(twice)}: given twice, which would add it twice; give it once"
+        )
+    partly = [adapter.summary for adapter in adapters if adapter.vision]
+    if keeps_vision and partly:
+        raise CheckpointError(
+            f"{listed(partly)}: has tensors for the vision tower, which is kept as it is; "
+            "leave out --keep-visual, or merge the adapter with PEFT first"
+        )
 
 
 def _idle(opened: SourceFolder, *, keep_visual: bool, drop_mtp: bool) -> list[str]:

@@ -66,9 +66,9 @@ def _digest(file: Path) -> str:
         raise CheckpointError(f"{show(file)} cannot be read: {error.strerror}") from error
 
 
-def _size_and_time(file: Path) -> list[int]:
+def _size_and_time(file: Path) -> str:
     try:
         state = file.stat()
     except OSError as error:
         raise CheckpointError(f"{show(file)} cannot be read: {error.strerror}") from error
-    return [state.st_size, state.st_mtime_ns]
+    return f"{state.st_size} bytes, last changed at {state.st_mtime_ns / 1e9:.6f}"

@@ -6,16 +6,17 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import qwen_jax
-from qwen_jax.checkpoint.native import Record, read_record
+from qwen_jax.checkpoint.native import RECORD, Record, read_record
 from qwen_jax.checkpoint.plan import LoadPlan
-from qwen_jax.checkpoint.problems import show
+from qwen_jax.checkpoint.problems import listed, show
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
+from qwen_jax.errors import CheckpointError
 
 from .inputs import Inputs
 from .logical import LogicalFolder
@@ -39,6 +40,8 @@ class Plan:
         tensors: what will be written, in order.
         native: whether a native folder is written, else one in a Hugging Face layout.
         record: what becomes of the model; a native folder keeps it, with checksums.
+        before: the record of a native source, else an empty one.
+        edited: tree paths of tensors that are changed on the way.
         config: content of the `config.json` to be written.
         side_files: names of files that go along unchanged.
         files_left: names of files that stay behind.
@@ -55,6 +58,8 @@ class Plan:
     tensors: Sequence[OutputTensor]
     native: bool
     record: Record
+    before: Record
+    edited: Collection[str]
     config: Mapping[str, Any]
     side_files: Sequence[str]
     files_left: Sequence[str]
@@ -80,6 +85,40 @@ class Plan:
         return int(_BASE_MEMORY + _CHUNKS_IN_MEMORY * max(CHUNK_BYTES, self.largest_gather))
 
     @property
+    def now(self) -> Record:
+        """What this run does itself, without what was done to a native source before."""
+        done, before = self.record, self.before
+        return replace(
+            done,
+            formats=dict(Counter(done.formats) - Counter(before.formats)),
+            skipped=dict(Counter(done.skipped) - Counter(before.skipped)),
+            adapters=done.adapters[len(before.adapters) :],
+            added_tokens=done.added_tokens - before.added_tokens,
+        )
+
+    def refuse_damage(self, checksums: Mapping[str, str]) -> None:
+        """Raises if tensors that pass unchanged are not those that a native source records.
+
+        Args:
+            checksums: of the tensors written, by key.
+
+        Raises:
+            CheckpointError: names the tensors.
+        """
+        unchanged = {source.path for source in self.load.sources} - set(self.edited)
+        known = self.before.checksums
+        damaged = [
+            key
+            for key, checksum in checksums.items()
+            if key.removeprefix("model.") in unchanged and known.get(key, checksum) != checksum
+        ]
+        if damaged:
+            raise CheckpointError(
+                f"{self.source}: {listed(damaged)} are not what {RECORD} says was written there; "
+                "the folder is damaged: convert the original again"
+            )
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a person should be told once."""
         return (*self.load.folder.notes, *self.remarks)
@@ -91,7 +130,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as a JSON object, tensors counted only."""
-        record = dataclasses.asdict(self.record)
+        record = dataclasses.asdict(self.now)
         del record["checksums"]
         return {
             "source": str(self.source),

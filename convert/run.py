@@ -55,6 +55,7 @@ def run(
     def finish(folder: Path, checksums: Mapping[str, str]) -> None:
         copy_side_files(plan.source, plan.side_files, folder)
         plan.inputs.refuse_changes(plan.identity)
+        plan.refuse_damage(checksums)
         if plan.edit_files is not None:
             plan.edit_files(folder)
         if plan.native:

@@ -24,7 +24,7 @@ _TAKEN_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 # What the weights of a folder are read by.
 SETTINGS = (CONFIG, RECORD, "quantize_config.json", "quant_config.json")
 # Made anew, or true of the source's weights only.
-_REPLACED = (*SETTINGS, INDEX, "quantization_config.json", "recipe.yaml")
+_REPLACED = (*SETTINGS, INDEX, "quantization_config.json", "recipe.yaml", "hf_quant_config.json")
 _WEIGHTS = (".safetensors",)
 _DTYPES = ("dtype", "torch_dtype")
 _QUANTISATION = ("quantization_config", "compression_config")
@@ -84,7 +84,12 @@ def write_config(values: Mapping[str, Any], folder: Path) -> None:
 
 
 def written_config(
-    raw: Mapping[str, Any], config: QwenConfig, *, vision: bool, changes: Mapping[str, Any]
+    raw: Mapping[str, Any],
+    config: QwenConfig,
+    *,
+    vision: bool,
+    changes: Mapping[str, Any],
+    dequantised: bool,
 ) -> dict[str, Any]:
     """Gives the content of `config.json` for converted weights.
 
@@ -97,7 +102,10 @@ def written_config(
         config: the same, read, with `tie_word_embeddings` as the weights want it.
         vision: whether the vision tower is written too.
         changes: fields of the text model that conversion changes, such as `vocab_size`.
+        dequantised: whether matrices became bfloat16, which float16 would narrow again.
     """
+    if dequantised:
+        raw = _as_bfloat16(raw)
     text = raw.get("text_config")
     composite = isinstance(text, dict)
     inner = _without_quantisation(text if composite else raw) | dict(changes)
@@ -118,6 +126,12 @@ def written_config(
         "pad_token_id": config.pad_token_id,
         **({} if stated else {name: raw[name] for name in _DTYPES if name in raw}),
     }
+
+
+def _as_bfloat16(raw: Mapping[str, Any]) -> dict[str, Any]:
+    text = raw.get("text_config")
+    inner = {"text_config": _as_bfloat16(text)} if isinstance(text, dict) else {}
+    return {**raw, **inner, **{name: "bfloat16" for name in _DTYPES if name in raw}}
 
 
 def _without_quantisation(values: Mapping[str, Any]) -> dict[str, Any]:

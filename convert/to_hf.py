@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qwen_jax.checkpoint.mapping import Experts
+from qwen_jax.checkpoint.native import Record, read_record
 
 from .outputs import copies, largest_gather, outputs, released_layout
 from .plan import Plan, describe, gather_inputs, identity
@@ -42,7 +43,15 @@ def plan_export(source: Path, *, experts: Experts | None = None) -> Plan:
         tensors=outputs(load, layout) + copies(folder, visual),
         native=False,
         record=replace(record, layout=layout),
-        config=written_config(opened.raw_config, load.config, vision=bool(visual), changes={}),
+        before=read_record(source) or Record(layout=load.layout),
+        edited=(),
+        config=written_config(
+            opened.raw_config,
+            load.config,
+            vision=bool(visual),
+            changes={},
+            dequantised=bool(folder.format_counts),
+        ),
         side_files=taken,
         files_left=left,
         edit_files=None,

@@ -40,6 +40,7 @@ class Adapter:
         summary: what it changes, in a line.
         identity: what tells it from another adapter, or from a later state of it; JSON.
         notes: what a person should be told once.
+        vision: number of its tensors that are for the vision tower, and are left out.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Adapter:
         changes: Changes,
         shapes: Mapping[str, tuple[int, ...]],
         notes: tuple[str, ...],
+        vision: int,
     ) -> None:
         self._changes = changes
         self._shapes = shapes
@@ -57,6 +59,7 @@ class Adapter:
         self.summary = f"{show(folder.path.resolve().name)}: {', '.join(parts)}"
         self.identity = _identity(folder)
         self.notes = notes
+        self.vision = vision
 
     def shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape afterwards, which is the same."""
@@ -142,7 +145,7 @@ def load_adapter(folder: Path, config: QwenConfig) -> Adapter:
     visual = sum(key.role == "visual" for key in keys)
     left_out = (f"left out {visual} tensors of the vision tower",) if visual else ()
     shapes = {path: known[path].shape for path in changes}
-    return Adapter(tensors, changes, shapes, (*settings.notes, *left_out))
+    return Adapter(tensors, changes, shapes, (*settings.notes, *left_out), visual)
 
 
 def _open(folder: Path) -> TensorFolder:

@@ -149,6 +149,11 @@ def read_settings(folder: Path, problems: Problems) -> AdapterSettings:
 
 def _load(folder: Path) -> Mapping[str, Any]:
     file = folder / CONFIG
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} does not exist; give the folder of an adapter (ids on the Hub are not "
+            "fetched for adapters: download it first)"
+        )
     if not file.is_file():
         below = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
         hint = f" There is one in: {listed(below)}." if below else ""

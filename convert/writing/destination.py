@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from qwen_jax.checkpoint.index import INDEX
 from qwen_jax.checkpoint.problems import listed
 from qwen_jax.errors import CheckpointError
 
@@ -51,9 +52,11 @@ def check_destination(destination: Path, *, resume: bool, nbytes: int) -> Destin
             cannot be written to, or has too little room.
     """
     path = destination.absolute()
+    # A folder above may be a link, as where models are kept on another disk.
+    path = path.parent.resolve() / path.name
     if path.name in ("", ".."):
         raise CheckpointError(f"{destination} is not a name for a new folder; give one")
-    work = path.with_name(path.name + SUFFIX)
+    work = partial_folder(path)
     try:
         complete = resume and _is_complete(path)
         if not complete:
@@ -67,6 +70,17 @@ def check_destination(destination: Path, *, resume: bool, nbytes: int) -> Destin
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     return Destination(path, work, begun, complete)
+
+
+def partial_folder(destination: Path) -> Path:
+    """The folder beside a destination in which it is built."""
+    return destination.with_name(destination.name + SUFFIX)
+
+
+def is_finished(destination: Path) -> bool:
+    """Whether a destination is a model folder that was written to its end."""
+    files = (destination / name for name in (INDEX, "config.json"))
+    return all(file.is_file() for file in files) and not (destination / JOURNAL).exists()
 
 
 def check_room(work: Path, nbytes: int) -> None:

@@ -38,7 +38,13 @@ class Job:
 
     @classmethod
     def prepare(
-        cls, destination: str | None, max_shard_size: str | None, *, resume: bool, verify: bool
+        cls,
+        source: str,
+        destination: str | None,
+        max_shard_size: str | None,
+        *,
+        resume: bool,
+        verify: bool,
     ) -> Job:
         """Check what can be checked before anything is fetched or read.
 
@@ -48,6 +54,8 @@ class Job:
         """
         from convert.writing import check_destination
 
+        if not source.strip():
+            raise RequestError("the source is empty; give a model folder, a Hub id, or demo")
         text = DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size
         limit = parse_size(text, "--max-shard-size")
         if destination is None:
@@ -56,13 +64,29 @@ class Job:
             return cls(None, limit, resume, verify)
         if not destination:
             raise RequestError("the destination is empty; give the name of a new folder")
-        check_destination(Path(destination), resume=resume, nbytes=0)
-        return cls(Path(destination), limit, resume, verify)
+        job = cls(Path(destination), limit, resume, verify)
+        if Path(destination).resolve().is_relative_to(Path(source).resolve()):
+            raise CheckpointError(
+                f"{destination} is the source or inside it; give a folder outside {source}"
+            )
+        if not job.complete:
+            check_destination(Path(destination), resume=resume, nbytes=0)
+        return job
+
+    @property
+    def complete(self) -> bool:
+        """Whether an earlier run that `resume` would go on with has reached its end."""
+        from convert.writing import is_finished
+
+        return self.resume and self.destination is not None and is_finished(self.destination)
 
     def run(self, plan: Plan, notes: Notes, *, dry_run: bool, json: bool) -> None:
         """Show the plan, and unless it is a dry run carry it out and say what was written."""
         from convert.run import check
 
+        if self.destination is not None and self.complete:
+            self._tell_complete(plan, self.destination, notes, json=json)
+            return
         if self.destination is not None:
             check(plan, self.destination, resume=self.resume)
         text = table(plan_rows(plan))
@@ -76,7 +100,11 @@ class Job:
         for note in written.notes:
             notes(note)
         if self.verify:
-            verified(self.destination, written.checksums, notes)
+            try:
+                verified(self.destination, written.checksums, notes)
+            except KeyboardInterrupt:
+                notes(f"stopped; {self.destination} is complete, but not verified")
+                raise
             report["verified"] = True
         if json:
             write_json(report)
@@ -87,8 +115,16 @@ class Job:
             + (", verified" if self.verify else "")
         )
 
+    def _tell_complete(self, plan: Plan, destination: Path, notes: Notes, *, json: bool) -> None:
+        report = {**plan.as_json(), "destination": str(destination), "complete": True}
+        if self.verify and plan.native:
+            report |= verify_native(destination, notes)
+        done = ", verified" if "verified" in report else ""
+        write_json(report) if json else print(f"{destination}: complete already{done}")
+
     def _write(self, plan: Plan, destination: Path, notes: Notes) -> Written:
         from convert.run import run
+        from convert.writing import partial_folder
 
         try:
             with notes.progress(f"writing {destination.name}", plan.bytes_out) as advance:
@@ -100,7 +136,9 @@ class Job:
                     progress=advance,
                 )
         except KeyboardInterrupt:
-            notes("stopped; finished files are kept, and the same command with --resume goes on")
+            work = partial_folder(destination)
+            kept = f"finished files are in {work}; the same command with --resume goes on"
+            notes(f"stopped; {kept if work.exists() else 'nothing was finished, nothing is kept'}")
             raise
 
 
@@ -150,7 +188,7 @@ def plan_rows(plan: Plan) -> dict[str, str]:
     """The plan for a reader."""
     from convert.plan import ASSUMED_BYTES_PER_SECOND
 
-    record, load = plan.record, plan.load
+    record, load = plan.now, plan.load
     rows = {
         "source": f"{show(plan.source)}: {load.config.model_type}, "
         f"{len(load.folder.tensors)} tensors, {size(plan.bytes_in)}",
@@ -158,13 +196,15 @@ def plan_rows(plan: Plan) -> dict[str, str]:
         f"{'native' if plan.native else 'Hugging Face layout'}",
         "matched": f"{len(load.sources)} tensors of the model"
         + (", with the MTP head" if load.mtp_layers else ""),
-        "left out": _counts(record.skipped),
+        "left out": _counts(record.skipped)
+        + (" (--keep-visual takes the vision tower along)" if "visual" in record.skipped else ""),
         "dequantised": _counts(record.formats),
         "merged": "; ".join(map(show, record.adapters)),
         "added tokens": str(record.added_tokens or ""),
         "side files": listed(plan.side_files),
         "files left": listed(plan.files_left),
-        "memory": f"about {size(plan.peak_memory)} at most, mapped files not counted",
+        "memory": f"about {size(plan.peak_memory)}, mapped files not counted; with --verify "
+        "also that of one layer",
         "time": f"about {duration(plan.seconds)} at {size(ASSUMED_BYTES_PER_SECOND)}/s",
         "notes": "; ".join(plan.notes),
     }

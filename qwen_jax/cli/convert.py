@@ -71,7 +71,7 @@ def convert(
             "no destination: qwen-jax convert SOURCE DESTINATION; without one, --dry-run says what "
             "would be done, and --verify checks a native folder"
         )
-    job = Job.prepare(destination, max_shard_size, resume=resume, verify=verify)
+    job = Job.prepare(source, destination, max_shard_size, resume=resume, verify=verify)
     folder = find_source(source, revision, notes, dry_run=dry_run)
     from convert.from_hf import plan_conversion
 

@@ -46,7 +46,7 @@ def export(
             "no destination: qwen-jax export SOURCE DESTINATION; without one, --dry-run says what "
             "would be done; see qwen-jax export --help"
         )
-    job = Job.prepare(destination, max_shard_size, resume=resume, verify=verify)
+    job = Job.prepare(source, destination, max_shard_size, resume=resume, verify=verify)
     folder = find_source(source, revision, notes, dry_run=dry_run)
     from convert.to_hf import plan_export
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from convert.diff import diff
 from convert.from_hf import plan_conversion
 from convert.run import run
+from convert.side_files import written_config
 from convert.source import open_source
 from convert.to_hf import plan_export
 from qwen_jax.checkpoint.mapping import Layout
@@ -268,3 +269,11 @@ def test_stored_dtypes_are_kept(dtype, tmp_path):
     save_file(arrays, source / "model.safetensors")
     native = convert(source, tmp_path / "native")
     assert_same(tensors(export(native, tmp_path / "exported")), arrays)
+
+
+def test_half_precision_of_a_dequantised_release_is_not_kept():
+    raw = {"dtype": "float16", "text_config": {"torch_dtype": "float16"}, "quantization_config": {}}
+    config = QwenConfig.from_hf({"model_type": "qwen3_next", **FIELDS})
+    for vision in (True, False):
+        written = written_config(raw, config, vision=vision, changes={}, dequantised=True)
+        assert "float16" not in json.dumps(written).replace("bfloat16", "")
