@@ -1,5 +1,5 @@
-"""`block_attention`: see reference.py for the definition."""
+"""`block_attention`: see api.py for what it takes, reference.py for the definition."""
 
-from .reference import block_attention
+from .api import block_attention
 
 __all__ = ["block_attention"]

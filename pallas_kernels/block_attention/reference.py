@@ -1,10 +1,12 @@
-"""Causal attention of new tokens over a block cache that already holds their keys and values."""
+"""The definition in plain jax.numpy: tiles of the table, with an online softmax in float32."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from .._compat import Target
 
 KEYS_PER_TILE = 512
 
@@ -24,25 +26,13 @@ def block_attention(
     block_table: Int[Array, "B W"],
     positions: Int[Array, "B T"],
     *,
-    window: int | None = None,
+    window: int | None,
+    sinks: int,
 ) -> Float[Array, "B T N H"]:
-    """Attention of each query over the cached tokens at its position and before.
+    """See `api.block_attention`.
 
-    Works through the table in tiles with an online softmax in float32, so memory is bounded by one
-    tile and time follows the longest sequence, not the width of the table. Unused cache rows may
-    hold anything, NaN included.
-
-    Args:
-        q: queries, already rotated; scaled by H^-0.5 here.
-        key_blocks: pool of keys; block p of a head is one [Z, H] tile.
-        value_blocks: pool of values.
-        block_table: block_table[b, i] holds the tokens i * Z to (i + 1) * Z - 1 of sequence b.
-        positions: position of each query in its sequence; negative for padding, whose result is
-            zero.
-        window: if given, a query sees its own position and the window - 1 before it.
-
-    Returns:
-        The attended values in q's dtype.
+    Memory is bounded by one tile, and time follows the longest sequence, not the width of the
+    table.
     """
     batch, length, query_heads, width = q.shape
     _, kv_heads, block_size, _ = key_blocks.shape
@@ -58,7 +48,8 @@ def block_attention(
         key_at = first * block_size + jnp.arange(blocks_per_tile * block_size, dtype=jnp.int32)
         visible = key_at[None, None, :] <= positions[:, :, None]
         if window is not None:
-            visible &= key_at[None, None, :] > positions[:, :, None] - window
+            inside = key_at[None, None, :] > positions[:, :, None] - window
+            visible &= inside | (key_at < sinks)[None, None, :]
         keys = _gather(key_blocks, blocks)
         values = _gather(value_blocks, blocks)
         values = jnp.where(jnp.any(visible, axis=1)[:, None, :, None], values, 0)
@@ -77,6 +68,29 @@ def block_attention(
         end = jax.lax.fori_loop(0, tiles, tile, start)
     mixed = end.mixed / jnp.where(end.total > 0, end.total, 1.0)[..., None]
     return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def refusals(
+    target: Target,
+    q: Any,
+    key_blocks: Any,
+    value_blocks: Any,
+    block_table: Any,
+    positions: Any,
+    *,
+    window: int | None,
+    sinks: int,
+) -> list[str]:
+    """What gives a call no meaning; see `dispatch.Implementation`."""
+    reasons = []
+    query_heads, kv_heads = q.shape[2], key_blocks.shape[1]
+    if query_heads % kv_heads:
+        reasons.append(f"{query_heads} query heads cannot share {kv_heads} key/value heads evenly")
+    if window is not None and window < 1:
+        reasons.append(f"window is {window}; accepted is a number from 1 on, or None")
+    if sinks < 0 or (sinks and window is None):
+        reasons.append(f"sinks is {sinks}; accepted is 0, or a larger number beside a window")
+    return reasons
 
 
 def _gather(pool: Float[Array, "P K Z H"], blocks: Int[Array, "B c"]) -> Float[Array, "B K S H"]:

@@ -1,5 +1,5 @@
-"""`expert_dispatch`: see reference.py for the definition."""
+"""`expert_dispatch`: see api.py for what it takes, reference.py for the definition."""
 
-from .reference import expert_dispatch
+from .api import expert_dispatch
 
 __all__ = ["expert_dispatch"]

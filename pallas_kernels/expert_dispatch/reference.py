@@ -1,4 +1,4 @@
-"""Routed experts: each token's chosen gated MLPs, weighted and summed.
+"""The definition in plain jax.numpy.
 
 Cost follows the chosen experts, never the number of experts: few tokens gather the weights of their
 own experts, many tokens are sorted by expert and worked through in tiles that each belong to one
@@ -6,9 +6,13 @@ expert. `jax.lax.ragged_dot` would say the same in one line, but on NVIDIA GPUs 
 product over all experts.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from .._compat import Target
 
 GATHER_TOKENS = 64
 GATHER_SLOTS_AT_ONCE = 64
@@ -23,25 +27,22 @@ def expert_dispatch(
     gate_up_proj: Float[Array, "E F2 D"],
     down_proj: Float[Array, "E D F"],
 ) -> Float[Array, "M D"]:
-    """Weighted sum of the outputs of each token's chosen experts.
-
-    y[m] = sum over slots a of weights[m, a] * down(silu(gate(x[m])) * up(x[m])), with the gate, up
-    and down projections of expert ids[m, a].
-
-    Args:
-        x: tokens.
-        ids: chosen experts. An id outside 0..E-1 marks an empty slot, which adds nothing and costs
-            no tile.
-        weights: float32 weight of each slot, applied to the expert's output.
-        gate_up_proj: gate rows 0..F-1, then up rows F..2F-1, of each expert.
-        down_proj: down projection of each expert.
-
-    Returns:
-        The weighted sum in x's dtype, accumulated in float32.
-    """
+    """See `api.expert_dispatch`."""
     few = x.shape[0] <= GATHER_TOKENS
     dispatch = _gather_experts if few else _sort_by_expert
     return dispatch(x, ids, weights, gate_up_proj, down_proj).astype(x.dtype)
+
+
+def refusals(
+    target: Target, x: Any, ids: Any, weights: Any, gate_up_proj: Any, down_proj: Any
+) -> list[str]:
+    """What gives a call no meaning; see `dispatch.Implementation`."""
+    rows, width = gate_up_proj.shape[1], down_proj.shape[2]
+    if rows == 2 * width:
+        return []
+    return [
+        f"gate_up_proj has {rows} rows an expert; down_proj takes {width}, which needs {2 * width}"
+    ]
 
 
 def _gather_experts(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M D"]:

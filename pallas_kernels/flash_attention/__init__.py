@@ -1,5 +1,5 @@
-"""`flash_attention`: see reference.py for the definition."""
+"""`flash_attention`: see api.py for what it takes, reference.py for the definition."""
 
-from .reference import flash_attention
+from .api import flash_attention
 
 __all__ = ["flash_attention"]

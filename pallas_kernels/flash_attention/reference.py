@@ -1,8 +1,12 @@
-"""Causal self-attention of whole sequences, without a cache."""
+"""The definition in plain jax.numpy: tile after tile of queries."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from .._compat import Target
 
 QUERY_TILE = 512
 
@@ -12,28 +16,25 @@ def flash_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
-    window: int | None = None,
+    window: int | None,
 ) -> Float[Array, "B T N H"]:
-    """Causal softmax attention with grouped queries, scores in float32.
-
-    Query head n reads key/value head n // (N / K). Padding on the right needs no mask: no real
-    token sees it.
-
-    Args:
-        q: queries, already rotated; scaled by H^-0.5 here.
-        k: keys, already rotated.
-        v: values.
-        window: if given, a query sees its own position and the window - 1 before it.
-
-    Returns:
-        The attended values in q's dtype.
-    """
+    """See `api.flash_attention`."""
     _, length, _, _ = q.shape
     tiles = [
         _attend_tile(q[:, start : start + QUERY_TILE], k, v, start, window)
         for start in range(0, length, QUERY_TILE)
     ]
     return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
+
+
+def refusals(target: Target, q: Any, k: Any, v: Any, *, window: int | None) -> list[str]:
+    """What gives a call no meaning; see `dispatch.Implementation`."""
+    reasons = []
+    if q.shape[2] % k.shape[2]:
+        reasons.append(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
+    if window is not None and window < 1:
+        reasons.append(f"window is {window}; accepted is a number from 1 on, or None")
+    return reasons
 
 
 def _attend_tile(

@@ -2,78 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_attention import block_attention
 from pallas_kernels.flash_attention import flash_attention
+from tests.pallas_kernels.blocks import Blocks, ragged
 
-run = jax.jit(block_attention, static_argnames="window")
 run_flash = jax.jit(flash_attention, static_argnames="window")
-
-
-@dataclasses.dataclass
-class Blocks:
-    """Random sequences, plain and in blocks."""
-
-    key: np.ndarray
-    value: np.ndarray
-    key_blocks: np.ndarray
-    value_blocks: np.ndarray
-    table: np.ndarray
-
-    @classmethod
-    def of(cls, lengths: list[int], block_size: int, *, columns=0, heads: int = 2, width=8):
-        """Sequences of these lengths, in blocks that lie in random order in a pool of NaN.
-
-        A row of the table has as many columns as asked for, or two more than it needs.
-        """
-        rng = np.random.default_rng(1)
-        longest, batch = max(lengths), len(lengths)
-        columns = columns or -(-longest // block_size) + 2
-        table = np.zeros((batch, columns), np.int32)
-        unused = rng.permutation(np.arange(1, batch * columns + 1)).tolist()
-        plain = rng.standard_normal((2, batch, longest, heads, width)).astype(np.float32)
-        pools = np.full((2, batch * columns + 1, heads, block_size, width), np.nan, np.float32)
-        for row, length in enumerate(lengths):
-            for column in range(-(-length // block_size)):
-                table[row, column] = unused.pop()
-                tokens = slice(column * block_size, min((column + 1) * block_size, length))
-                block = plain[:, row, tokens].swapaxes(1, 2)
-                pools[:, table[row, column], :, : block.shape[2]] = block
-        return cls(*plain, *pools, table)
-
-    def attend(self, q, positions, window=None):
-        args = (q, self.key_blocks, self.value_blocks, self.table, positions)
-        return np.asarray(run(*args, window=window))
-
-    def oracle(self, q, positions, window=None):
-        """Softmax attention of one query after the other; zero at padding."""
-        result, group = np.zeros(q.shape), q.shape[2] // self.key.shape[2]
-        for b, t, n in np.ndindex(*q.shape[:3]):
-            last = positions[b, t]
-            if last < 0:
-                continue
-            first = 0 if window is None else max(0, last - window + 1)
-            seen = slice(first, last + 1)
-            keys = self.key[b, seen, n // group].astype(np.float64)
-            scores = keys @ q[b, t, n].astype(np.float64) / np.sqrt(q.shape[3])
-            weights = np.exp(scores - scores.max())
-            result[b, t, n] = weights @ self.value[b, seen, n // group] / weights.sum()
-        return result
-
-
-def ragged(lengths: list[int], new: list[int]) -> np.ndarray:
-    """Positions of the last `new` tokens of each sequence, padded on the right with -1."""
-    positions = np.full((len(lengths), max(new)), -1, np.int32)
-    for row, (length, count) in enumerate(zip(lengths, new, strict=True)):
-        positions[row, :count] = np.arange(length - count, length)
-    return positions
-
 
 LENGTHS = [515, 1, 63, 200, 64, 65]
 
@@ -97,6 +34,14 @@ def test_chunk_of_queries_against_cached_tokens(normal, block_size, window):
     mixed = blocks.attend(q, positions, window)
     np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window), atol=2e-6)
     assert not mixed[positions < 0].any()
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(64, 4), (30, 70), (600, 1)])
+def test_sinks_stay_visible_beside_the_window(normal, window, sinks):
+    blocks = Blocks.of(LENGTHS, 64)
+    q, positions = normal(6, 3, 4, 8), ragged(LENGTHS, [3, 1, 3, 0, 3, 2])
+    mixed = blocks.attend(q, positions, window, sinks=sinks)
+    np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window, sinks), atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 600])

@@ -1,0 +1,70 @@
+"""Time of a kernel on the device, and the copy that it is compared with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+CALLS_A_STEP = 64
+SECONDS_A_RUN = 0.03
+RUNS = 5
+COPY_BYTES = 1 << 32
+
+
+def seconds_per_call(
+    function: Callable[[Any, Any, Any], Any], carry: Any, inputs: Sequence[Any], shared: Any
+) -> float:
+    """Median time of one call, many of them chained in one program.
+
+    A loop on the device runs all calls of its body as one graph, so the host's share is small and
+    launches cost what they cost inside a decode loop.
+
+    Args:
+        function: (carry, input, shared) -> carry. What a call returns goes into the next.
+        carry: start of the chain.
+        inputs: one a call, taken in turn. Give so many that together they read more than the
+            device's L2 cache holds.
+        shared: arrays that every call takes.
+    """
+    step = jax.jit(function)
+    turns = list(inputs) * -(-CALLS_A_STEP // len(inputs))
+
+    @jax.jit
+    def chain(carry: Any, inputs: Sequence[Any], shared: Any, repeats: jax.Array) -> Any:
+        def body(_: jax.Array, carry: Any) -> Any:
+            for index in range(len(turns)):
+                carry = step(carry, inputs[index % len(inputs)], shared)
+            return carry
+
+        return jax.lax.fori_loop(0, repeats, body, carry)
+
+    def run(repeats: int) -> float:
+        count = jnp.int32(repeats)
+        start = time.perf_counter()
+        jax.block_until_ready(chain(carry, inputs, shared, count))
+        return time.perf_counter() - start
+
+    run(1)
+    repeats = max(1, round(SECONDS_A_RUN / run(1)))
+    return statistics.median(run(repeats) for _ in range(RUNS)) / (repeats * len(turns))
+
+
+def copy_bytes_per_second() -> float:
+    """Bytes read and written a second by a device copy of 4 GiB."""
+    source = jnp.zeros((COPY_BYTES // 4,), jnp.int32)
+    copy = jax.jit(lambda x: x + jnp.int32(1))
+    copy(source).block_until_ready()
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(8):
+            result = copy(source)
+        result.block_until_ready()
+        return (time.perf_counter() - start) / 8
+
+    return 2 * COPY_BYTES / statistics.median(run() for _ in range(RUNS))

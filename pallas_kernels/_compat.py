@@ -1,0 +1,157 @@
+"""What differs between versions of JAX and between devices, kept in this one file.
+
+Kernels are written for the Triton backend of Pallas: the same source serves JAX 0.10 to 0.12. It is
+deprecated since 0.11, so everything that names it is here or in an operation's `triton.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jaxtyping import Array, Float
+
+INTERPRETER = "interpreter"
+
+# Shared memory that one program may use, in KiB, by compute capability.
+_SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device that a call is traced for.
+
+    Attributes:
+        platform: JAX's name ("gpu", "cpu", "tpu"), or "interpreter" where kernels are interpreted.
+        kind: JAX's name of the device's kind.
+        cores: streaming multiprocessors.
+        capability: NVIDIA's compute capability; (0, 0) for any other device.
+    """
+
+    platform: str
+    kind: str
+    cores: int = 1
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one program may use; the smallest known if unknown."""
+        return 1024 * _SHARED_MEMORY.get(self.capability, min(_SHARED_MEMORY.values()))
+
+
+H200 = Target("gpu", "NVIDIA H200", 132, (9, 0))
+
+_forced: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def targeting(target: Target) -> Iterator[None]:
+    """Calls traced inside are for this device, whatever JAX runs on.
+
+    A function that was already compiled is not traced again: give `jax.jit` a new function.
+    """
+    token = _forced.set(target)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def current_target() -> Target:
+    """The device that a call traced now is for."""
+    forced = _forced.get()
+    if forced is not None:
+        return forced
+    device = getattr(jax.config, "jax_default_device", None)
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    major, _, minor = capability.partition(".")
+    known = major.isdecimal() and minor.isdecimal()
+    return Target(
+        device.platform,
+        device.device_kind,
+        int(getattr(device, "core_count", 1)),
+        (int(major), int(minor)) if known else (0, 0),
+    )
+
+
+def triton_refusals(target: Target) -> list[str]:
+    """Why no Triton kernel at all runs on this device; empty if they do."""
+    if target.platform == INTERPRETER:
+        return []
+    if target.platform != "gpu":
+        return [f"it needs a GPU, and the call is for {target.platform}"]
+    if target.capability < (8, 0):
+        return [
+            "it needs an NVIDIA GPU of compute capability 8.0 or later, and the call is for "
+            f"{target.kind}"
+        ]
+    return []
+
+
+def triton_call(
+    kernel: Callable[..., None], *, num_warps: int, num_stages: int, **options: Any
+) -> Callable[..., Any]:
+    """`pl.pallas_call` on the Triton backend, or interpreted where the target says so.
+
+    Args:
+        kernel: the kernel's body.
+        num_warps: warps a program.
+        num_stages: how many iterations ahead loads are issued, in loops whose loads feed a dot.
+        options: `name`, `grid`, `out_shape`, ... of `pl.pallas_call`.
+    """
+    return pl.pallas_call(
+        kernel,
+        # Without parameters, JAX 0.10 would lower to another backend.
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=current_target().platform == INTERPRETER,
+        **options,
+    )
+
+
+def dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
+    """Matrix product inside a kernel, on tensor cores, summed in float32.
+
+    Float32 operands keep float32's accuracy: they are split and multiplied as three TF32 products.
+    """
+    precision = None
+    if a.dtype == jnp.float32 and current_target().platform != INTERPRETER:
+        precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+@contextlib.contextmanager
+def deprecation_expected() -> Iterator[None]:
+    """Hides the one warning that JAX 0.11 and later give when they lower a Triton kernel."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+        )
+        yield
+
+
+def lower_for_cuda(function: Callable[..., Any], *args: Any, target: Target = H200) -> str:
+    """The module that JAX would give to XLA for this GPU, as text; no GPU is needed.
+
+    JAX 0.11 and later ask for a device when they lower for CUDA, and take a described one.
+
+    Args:
+        function: what to lower; its kernels are chosen for `target`.
+        args: arrays, or shapes and dtypes, of its arguments.
+        target: the GPU.
+    """
+    described = AbstractDevice(target.kind, target.cores, "gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
+    fresh = jax.jit(lambda *args: function(*args))
+    with targeting(target), deprecation_expected(), jax.sharding.use_abstract_mesh(mesh):
+        return fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()

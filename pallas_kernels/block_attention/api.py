@@ -1,0 +1,66 @@
+"""Causal attention of new tokens over a block cache that already holds their keys and values."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import REFERENCE, Implementation, Operation
+from . import reference, triton
+
+OPERATION = Operation(
+    "block_attention",
+    {
+        "triton": Implementation(triton.block_attention, triton.refusals),
+        REFERENCE: Implementation(reference.block_attention, reference.refusals),
+    },
+)
+
+
+def block_attention(
+    q: Float[Array, "B T N H"],
+    key_blocks: Float[Array, "P K Z H"],
+    value_blocks: Float[Array, "P K Z H"],
+    block_table: Int[Array, "B W"],
+    positions: Int[Array, "B T"],
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of each query over the cached tokens at its position and before.
+
+    Query head n reads key/value head n // (N / K). Unused cache rows may hold anything, NaN
+    included.
+
+    Args:
+        q: queries, already rotated; scaled by H^-0.5 here.
+        key_blocks: pool of keys; block p of a head is one [Z, H] tile.
+        value_blocks: pool of values.
+        block_table: block_table[b, i] holds the tokens i * Z to (i + 1) * Z - 1 of sequence b. A
+            number outside the pool reads some block of it.
+        positions: position of each query in its sequence; negative for padding, whose result is
+            zero.
+        window: if given, a query sees its own position and the window - 1 before it.
+        sinks: with a window, this many first tokens of the sequence stay visible too (Xiao et al.,
+            "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453). Their
+            keys keep the positions that they were rotated for.
+        implementation: "triton" (decoding: few new tokens), "reference", or None for the first that
+            takes the call.
+
+    Returns:
+        The attended values in q's dtype.
+
+    Raises:
+        ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
+        ValueError: there is no implementation of that name.
+    """
+    return OPERATION(
+        q,
+        key_blocks,
+        value_blocks,
+        block_table,
+        positions,
+        window=window,
+        sinks=sinks,
+        implementation=implementation,
+    )

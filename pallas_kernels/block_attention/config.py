@@ -1,0 +1,64 @@
+"""How the work of the Triton kernel is cut for a shape and a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.experimental import pallas as pl
+
+from .._compat import Target
+
+MOST_SPLITS = 128
+TILE_BYTES = 64 * 1024
+PROGRAMS_PER_CORE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+        tile: tokens a step, a power of two.
+        ahead: tiles of keys and values that are on their way while one is worked on.
+        programs: about how many programs share the tokens of all sequences.
+        splits: most programs that share one sequence and head, a power of two; how many they are
+            is decided on the device, by the lengths.
+        num_warps: warps a program.
+    """
+
+    tile: int
+    ahead: int
+    programs: int
+    splits: int
+    num_warps: int
+
+
+def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Config:
+    """A configuration for these shapes on this device."""
+    batch, length, query_heads, width = q.shape
+    _, kv_heads, block_size, _ = key_blocks.shape
+    rows = rows_for(length * query_heads // kv_heads)
+    wide = key_blocks.dtype.itemsize > 2
+    row_bytes = 2 * width * key_blocks.dtype.itemsize
+    # Besides tiles, a program needs some room to exchange products between its warps.
+    exchange = rows * width * (12 if wide else 2) + 4096
+    room = target.shared_memory // PROGRAMS_PER_CORE - exchange
+    fitting = max(16, min(TILE_BYTES, room) // row_bytes)
+    tile = min(1 << (fitting.bit_length() - 1), max(block_size, 32))
+    ahead = max(1, min(3, room // (tile * row_bytes)))
+    programs = PROGRAMS_PER_CORE * target.cores
+    tiles = -(-block_table.shape[1] * block_size // tile)
+    splits = max(1, min(2 * programs // (batch * kv_heads), tiles // 2, MOST_SPLITS))
+    return Config(
+        tile,
+        ahead,
+        programs,
+        1 << (splits.bit_length() - 1),
+        8 if wide or rows > 32 else 4,
+    )
+
+
+def rows_for(used: int) -> int:
+    """Rows of a program: the tensor cores want 16 at least."""
+    return max(16, pl.next_power_of_2(used))

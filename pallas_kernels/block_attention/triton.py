@@ -1,0 +1,107 @@
+"""The Triton implementation for few new tokens: what it takes, and the call of its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from .._compat import Target, current_target, triton_refusals
+from . import reference
+from .config import Config, heuristic
+from .decode import Parts, attend, combine
+from .shape import Shape
+from .specs import BLOCK_SIZES, DTYPES, HEAD_WIDTHS
+
+MOST_ROWS = 64
+
+
+def refusals(
+    target: Target,
+    q: Any,
+    key_blocks: Any,
+    value_blocks: Any,
+    block_table: Any,
+    positions: Any,
+    *,
+    window: int | None,
+    sinks: int,
+) -> list[str]:
+    """Why the kernel does not take a call; see `dispatch.Implementation`."""
+    reasons = triton_refusals(target)
+    reasons += reference.refusals(
+        target,
+        q,
+        key_blocks,
+        value_blocks,
+        block_table,
+        positions,
+        window=window,
+        sinks=sinks,
+    )
+    _, length, query_heads, width = q.shape
+    blocks, kv_heads, block_size, _ = key_blocks.shape
+    if width not in HEAD_WIDTHS:
+        reasons.append(f"head dim {width} is not one of {_listed(HEAD_WIDTHS)}")
+    if block_size not in BLOCK_SIZES:
+        reasons.append(f"block size {block_size} is not one of {_listed(BLOCK_SIZES)}")
+    dtypes = {str(x.dtype) for x in (q, key_blocks, value_blocks)}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        reasons.append(
+            f"dtypes of queries, keys and values ({q.dtype}, {key_blocks.dtype}, "
+            f"{value_blocks.dtype}) are not all the same one of {_listed(DTYPES)}"
+        )
+    if length * query_heads > MOST_ROWS * kv_heads:
+        reasons.append(
+            f"{length} new tokens x {query_heads // kv_heads} query heads a key/value head are "
+            f"more than {MOST_ROWS} rows"
+        )
+    if blocks * kv_heads * block_size >= 2**31:
+        reasons.append(f"the pool has {blocks * kv_heads * block_size} rows, 2^31 or more")
+    return reasons
+
+
+def block_attention(
+    q: Float[Array, "B T N H"],
+    key_blocks: Float[Array, "P K Z H"],
+    value_blocks: Float[Array, "P K Z H"],
+    block_table: Int[Array, "B W"],
+    positions: Int[Array, "B T"],
+    *,
+    window: int | None,
+    sinks: int,
+    config: Config | None = None,
+) -> Float[Array, "B T N H"]:
+    """See `api.block_attention`; `config` is the heuristic's if None."""
+    if config is None:
+        config = heuristic(current_target(), q, key_blocks, block_table)
+    batch, length, query_heads, width = q.shape
+    blocks, kv_heads, block_size, _ = key_blocks.shape
+    shape = Shape(
+        batch=batch,
+        length=length,
+        kv_heads=kv_heads,
+        group=query_heads // kv_heads,
+        width=width,
+        blocks=blocks,
+        block_size=block_size,
+        columns=block_table.shape[1],
+        window=window,
+        sinks=sinks,
+        config=config,
+    )
+    mixed = attend(
+        shape,
+        q.reshape(-1, width),
+        key_blocks.reshape(-1, width),
+        value_blocks.reshape(-1, width),
+        block_table,
+        positions,
+    )
+    if isinstance(mixed, Parts):
+        mixed = combine(shape, q.dtype, mixed, positions)
+    return mixed.reshape(q.shape)
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, values))

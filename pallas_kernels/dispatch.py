@@ -1,0 +1,160 @@
+"""Which implementation of an operation runs.
+
+An operation has an ordered table of implementations, kernels first and the reference last. A call
+that names none gets the first one that accepts it; a call that names one gets that one or an error,
+never another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ._compat import Target, current_target
+
+REFERENCE = "reference"
+
+
+class Refused(ValueError):
+    """An implementation does not take a call; the text says why."""
+
+
+class ReferenceWarning(UserWarning):
+    """A call on a GPU runs as plain jax.numpy, since no kernel takes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation.
+
+    Attributes:
+        run: takes the call's arrays and settings, computes the result.
+        refusals: takes the `Target`, then the call's arrays and settings. Returns the reasons why
+            `run` does not take the call, empty if it does. Reads shapes and dtypes only.
+    """
+
+    run: Callable[..., Any]
+    refusals: Callable[..., list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What would run, and what would not.
+
+    Attributes:
+        chosen: name of the implementation that takes the call; None if none does.
+        refused: the reasons of those that were asked before it and do not.
+    """
+
+    chosen: str | None
+    refused: Mapping[str, list[str]]
+
+
+class Operation:
+    """The implementations of one operation.
+
+    Arrays are passed by position and settings by keyword.
+    """
+
+    def __init__(self, name: str, implementations: Mapping[str, Implementation]):
+        self.name = name
+        self.implementations = implementations
+        self._warned = False
+
+    def choose(
+        self,
+        *arrays: Any,
+        implementation: str | None,
+        target: Target | None = None,
+        **settings: Any,
+    ) -> Choice:
+        """Which implementation takes a call, computing nothing.
+
+        Args:
+            arrays: the call's arrays, or `jax.ShapeDtypeStruct` in their place.
+            implementation: the only one to ask, or None for the whole table.
+            target: the device; the current one if None.
+            settings: the call's settings.
+
+        Raises:
+            ValueError: there is no implementation of that name.
+        """
+        if implementation is not None and implementation not in self.implementations:
+            raise ValueError(
+                f"{self.name} has no implementation {implementation!r}; it has "
+                f"{', '.join(self.implementations)}, or None for the first that takes the call"
+            )
+        target = current_target() if target is None else target
+        names = list(self.implementations) if implementation is None else [implementation]
+        refused = {}
+        for name in names:
+            reasons = self.implementations[name].refusals(target, *arrays, **settings)
+            if not reasons:
+                return Choice(name, refused)
+            refused[name] = reasons
+        return Choice(None, refused)
+
+    def __call__(self, *arrays: Any, implementation: str | None, **settings: Any) -> Any:
+        """Compute the operation.
+
+        Raises:
+            ExceptionGroup: nothing takes the call; one `Refused` an implementation that was asked.
+            ValueError: there is no implementation of that name.
+        """
+        choice = self.choose(*arrays, implementation=implementation, **settings)
+        if choice.chosen is None:
+            raise self._error(choice, arrays, settings)
+        if choice.chosen == REFERENCE and choice.refused:
+            self._warn(choice)
+        reference = functools.partial(self.implementations[REFERENCE].run, **settings)
+        if choice.chosen == REFERENCE:
+            return reference(*arrays)
+        run = functools.partial(self.implementations[choice.chosen].run, **settings)
+        return _with_gradient_of(reference, run)(*arrays)
+
+    def _error(
+        self, choice: Choice, arrays: tuple[Any, ...], settings: Mapping[str, Any]
+    ) -> ExceptionGroup:
+        call = [_described(array) for array in arrays]
+        call += [f"{name}={value}" for name, value in settings.items()]
+        return ExceptionGroup(
+            f"no implementation of {self.name} that was asked takes ({', '.join(call)})",
+            [Refused(f"{name}: {'; '.join(why)}") for name, why in choice.refused.items()],
+        )
+
+    def _warn(self, choice: Choice) -> None:
+        if self._warned or current_target().platform != "gpu":
+            return
+        self._warned = True
+        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in choice.refused.items())
+        warnings.warn(
+            f"{self.name} runs as plain jax.numpy here, which is slow ({reasons}). "
+            "This is said once.",
+            ReferenceWarning,
+            stacklevel=4,
+        )
+
+
+def _with_gradient_of(reference: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the derivative of `reference`: kernels only go forward."""
+    differentiable = jax.custom_vjp(run)
+
+    def forward(*arrays: Any) -> tuple[Any, tuple[Any, ...]]:
+        return run(*arrays), arrays
+
+    def backward(arrays: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+        return jax.vjp(reference, *arrays)[1](cotangents)
+
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+def _described(array: Any) -> str:
+    if hasattr(array, "shape") and hasattr(array, "dtype"):
+        return f"{array.dtype}{list(array.shape)}"
+    return repr(array)

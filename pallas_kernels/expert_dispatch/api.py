@@ -1,0 +1,46 @@
+"""Routed experts: each token's chosen gated MLPs, weighted and summed."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import REFERENCE, Implementation, Operation
+from . import reference
+
+OPERATION = Operation(
+    "expert_dispatch",
+    {REFERENCE: Implementation(reference.expert_dispatch, reference.refusals)},
+)
+
+
+def expert_dispatch(
+    x: Float[Array, "M D"],
+    ids: Int[Array, "M A"],
+    weights: Float[Array, "M A"],
+    gate_up_proj: Float[Array, "E F2 D"],
+    down_proj: Float[Array, "E D F"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "M D"]:
+    """Weighted sum of the outputs of each token's chosen experts.
+
+    y[m] = sum over slots a of weights[m, a] * down(silu(gate(x[m])) * up(x[m])), with the gate, up
+    and down projections of expert ids[m, a].
+
+    Args:
+        x: tokens.
+        ids: chosen experts. An id outside 0..E-1 marks an empty slot, which adds nothing and costs
+            no tile.
+        weights: float32 weight of each slot, applied to the expert's output.
+        gate_up_proj: gate rows 0..F-1, then up rows F..2F-1, of each expert.
+        down_proj: down projection of each expert.
+        implementation: "reference", or None for the first that takes the call.
+
+    Returns:
+        The weighted sum in x's dtype, accumulated in float32.
+
+    Raises:
+        ExceptionGroup: no implementation takes the call; it says why.
+        ValueError: there is no implementation of that name.
+    """
+    return OPERATION(x, ids, weights, gate_up_proj, down_proj, implementation=implementation)

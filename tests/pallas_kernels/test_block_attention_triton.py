@@ -1,0 +1,171 @@
+"""The Triton kernel of `block_attention`: interpreted, lowered, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._compat import H200, Target, lower_for_cuda
+from pallas_kernels.block_attention import api, block_attention
+from pallas_kernels.block_attention.config import heuristic
+from pallas_kernels.block_attention.specs import SPECS, Spec
+from pallas_kernels.testing import decode_bar, interpreted, relative_error
+from tests.pallas_kernels.blocks import Blocks, ragged
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call small enough to be interpreted.
+
+    Attributes:
+        spec: shapes; `lengths` and `new_tokens` are the longest.
+        new: new tokens of each sequence.
+        cores: how many multiprocessors the kernel is told of; few make few splits.
+    """
+
+    spec: Spec
+    new: tuple[int, ...]
+    cores: int
+
+
+CASES = {
+    "splits, two blocks a tile": Case(
+        Spec((130, 64, 0, 65, 1), 8, 2, 64, "bfloat16", 16), (1, 1, 0, 1, 1), 64
+    ),
+    "window and sinks, several queries": Case(
+        Spec((200, 64, 128, 0, 2), 14, 2, 64, "float32", 32, window=70, sinks=5),
+        (3, 1, 2, 0, 2),
+        64,
+    ),
+    "one split, unequal lengths": Case(Spec((96, 1, 33), 4, 4, 128, "float32", 32), (1, 1, 1), 1),
+    "several tiles a block": Case(Spec((129, 128), 6, 1, 256, "float32", 128), (1, 1), 8),
+}
+
+
+def check(normal, case: Case) -> None:
+    """Compares the kernel with the formula, in a pool where all that is not a live token is NaN."""
+    spec = case.spec
+    blocks = Blocks.of(list(spec.lengths), spec.block_size, heads=spec.kv_heads, width=spec.width)
+    for pool in ("key", "value", "key_blocks", "value_blocks"):
+        setattr(blocks, pool, getattr(blocks, pool).astype(jnp.dtype(spec.dtype)))
+    blocks.table[blocks.table == 0] = 2**31 - 1
+    positions = ragged(list(spec.lengths), list(case.new))
+    q = normal(len(case.new), max(case.new), spec.query_heads, spec.width)
+    q = q.astype(jnp.dtype(spec.dtype))
+    q[positions < 0] = np.nan
+    run = jax.jit(
+        functools.partial(block_attention, implementation="triton"),
+        static_argnames=("window", "sinks"),
+    )
+    mixed = blocks.attend(q, positions, spec.window, sinks=spec.sinks, run=run)
+    q[positions < 0] = 0
+    expected = blocks.oracle(q, positions, spec.window, spec.sinks)
+    assert mixed.dtype == q.dtype
+    assert relative_error(mixed, expected) <= decode_bar(expected, spec.dtype)
+    assert not mixed[positions < 0].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_equals_the_formula(normal, name):
+    with interpreted(CASES[name].cores):
+        check(normal, CASES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_the_formula_on_a_gpu(normal, name):
+    check(normal, CASES[name])
+
+
+LOWERED = (
+    "batch 1, 512",
+    "batch 64, unequal",
+    "batch 8, 32k, window 4k",
+    "batch 8, 4k, blocks of 16",
+    "batch 8, 4k, 28 heads of 128",
+    "batch 8, 4k, 4 new tokens",
+    "batch 8, 4k, float32",
+)
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_kernel_lowers_for_cuda(name):
+    spec = SPECS[name]
+    run = functools.partial(block_attention, **spec.settings())
+    module = lower_for_cuda(run, *spec.arguments())
+    assert "xla.gpu.triton" in module
+    assert "block_attention_combine" in module
+
+
+def choose(target=H200, *, pool_dtype=None, window=None, sinks=0, **changes):
+    spec = dataclasses.replace(SPECS["batch 8, 512"], **changes)
+    q, key, value, *rest = spec.arguments()
+    if pool_dtype is not None:
+        key, value = (jax.ShapeDtypeStruct(x.shape, pool_dtype) for x in (key, value))
+    return api.OPERATION.choose(
+        q, key, value, *rest, implementation=None, target=target, window=window, sinks=sinks
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"width": 64, "dtype": "float32"},
+        {"width": 128, "block_size": 16},
+        {"block_size": 128, "window": 100, "sinks": 4},
+        {"new_tokens": 8},
+        {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
+    ],
+)
+def test_decoding_on_a_gpu_takes_the_kernel(changes):
+    choice = choose(**changes)
+    assert (choice.chosen, choice.refused) == ("triton", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"width": 80}, "head dim 80 is not one of 64, 128, 256"),
+        ({"block_size": 24}, "block size 24 is not one of 16, 32, 64, 128"),
+        ({"dtype": "float16"}, "(float16, float16, float16) are not all the same one of bfloat16"),
+        ({"pool_dtype": jnp.float32}, "(bfloat16, float32, float32) are not all the same"),
+        ({"new_tokens": 9}, "9 new tokens x 8 query heads a key/value head are more than 64 rows"),
+        ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
+    ],
+)
+def test_refusals_of_the_kernel(changes, reason):
+    choice = choose(**changes)
+    assert choice.chosen == "reference"
+    assert any(reason in said for said in choice.refused["triton"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"query_heads": 15}, "15 query heads cannot share 2 key/value heads evenly"),
+        ({"window": 0}, "window is 0; accepted is a number from 1 on, or None"),
+        ({"sinks": 4}, "sinks is 4; accepted is 0, or a larger number beside a window"),
+        ({"sinks": -1, "window": 8}, "sinks is -1"),
+    ],
+)
+def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
+    choice = choose(**changes)
+    assert choice.chosen is None
+    for said in choice.refused.values():
+        assert any(reason in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "splits"), [((32768,), 128), ((32768,) * 8, 32), ((4096,) * 64, 4), ((16,), 1)]
+)
+def test_long_sequences_fill_the_device(lengths, splits):
+    q, key, _, table, _ = Spec(lengths).arguments()
+    config = heuristic(H200, q, key, table)
+    assert config.splits == splits
+    assert config.tile * config.ahead * 2 * 256 * 2 <= H200.shared_memory // 2
