@@ -49,7 +49,7 @@ def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Conf
     ahead = max(1, min(3, room // (tile * row_bytes)))
     programs = PROGRAMS_PER_CORE * target.cores
     tiles = -(-block_table.shape[1] * block_size // tile)
-    splits = max(1, min(2 * programs // (batch * kv_heads), tiles // 2, MOST_SPLITS))
+    splits = max(1, min(2 * programs // (batch * kv_heads), tiles, MOST_SPLITS))
     return Config(
         tile,
         ahead,
