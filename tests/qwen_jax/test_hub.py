@@ -268,7 +268,7 @@ def refusal(status: int) -> Exception:
         (OSError(errno.ENOSPC, "No space left on device"), ["disk is full", "HF_HOME"]),
         (RuntimeError("Data: No space left on device (os error 28)"), ["disk is full"]),
         (chained(ValueError("x"), OSError(errno.EDQUOT, "Quota")), ["disk is full", "are kept"]),
-        (PermissionError(errno.EACCES, "Denied", "/root/x"), ["'/root/x'", "set HF_HOME"]),
+        (PermissionError(errno.EACCES, "Denied", "/cache/x"), ["'/cache/x'", "set HF_HOME"]),
         (refusal(403), ["refuses access", "hf auth login", "403 Client Error)"]),
         (RuntimeError("first\nsecond"), ["(RuntimeError: first); repeat", "local folder"]),
         (KeyError(), ["(KeyError: KeyError)"]),
