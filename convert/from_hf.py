@@ -60,8 +60,8 @@ def plan_conversion(
     visual = opened.vision if keep_visual else []
     _refuse_adapters(merged, keeps_vision=bool(visual))
     tensors = outputs(load, NATIVE, merged, vocabulary) + copies(folder, visual)
-    record = describe(load, folder, vision=bool(visual))
-    before = record
+    before = read_record(source) or Record(layout=load.layout)
+    record = describe(before, load, folder, vision=bool(visual))
     record = replace(
         record,
         adapters=(*record.adapters, *(adapter.summary for adapter in merged)),
@@ -82,7 +82,7 @@ def plan_conversion(
         tensors=tensors,
         native=True,
         record=record,
-        before=read_record(source) or Record(layout=load.layout),
+        before=before,
         edited={path for adapter in merged for path in adapter.paths}
         | ({EMBEDDING, HEAD} if vocabulary is not None else set()),
         config=written_config(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import qwen_jax
-from qwen_jax.checkpoint.native import RECORD, Record, read_record
+from qwen_jax.checkpoint.native import RECORD, Record
 from qwen_jax.checkpoint.plan import LoadPlan
 from qwen_jax.checkpoint.problems import listed, show
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
@@ -149,10 +149,11 @@ class Plan:
         }
 
 
-def describe(load: LoadPlan, folder: LogicalFolder, *, vision: bool) -> Record:
+def describe(before: Record, load: LoadPlan, folder: LogicalFolder, *, vision: bool) -> Record:
     """Says what a folder holds and how; what a native one records goes on, so nothing is forgotten.
 
     Args:
+        before: the record of a native folder, else an empty one.
         load: the plan of the folder.
         folder: the folder.
         vision: whether the vision tower goes along.
@@ -160,7 +161,6 @@ def describe(load: LoadPlan, folder: LogicalFolder, *, vision: bool) -> Record:
     Returns:
         The record, without checksums; its layout is the one in which transformers loads the model.
     """
-    before = read_record(folder.path) or Record(layout=load.layout)
     skipped = {kind: n for kind, n in load.skipped.items() if not (vision and kind == "visual")}
     return replace(
         before,

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from qwen_jax.checkpoint.json_file import read_object
 from qwen_jax.checkpoint.native import FORMAT_VERSION, SHARD_METADATA
+from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.errors import CheckpointError
 
 from .plan import Plan
-from .side_files import copy_side_files, write_config
+from .side_files import CONFIG, copy_side_files, write_config
 from .writing import Written, check_destination, plan_shards, write_folder
 
 HF_METADATA = {"format": "pt"}
@@ -24,6 +26,19 @@ def check(plan: Plan, destination: Path, *, resume: bool) -> None:
         )
     beside = sum((plan.source / name).stat().st_size for name in plan.side_files)
     check_destination(destination, resume=resume, nbytes=plan.bytes_out + beside)
+
+
+def holds(plan: Plan, folder: Path) -> bool:
+    """Whether a folder has the tensors and the configuration that a plan would write.
+
+    Keys, dtypes and shapes are compared, not values.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    found = {key: (info.dtype, info.shape) for key, info in open_folder(folder).tensors.items()}
+    planned = {tensor.key: (tensor.dtype, tensor.shape) for tensor in plan.tensors}
+    return found == planned and read_object(folder / CONFIG) == plan.config
 
 
 def run(

@@ -33,7 +33,8 @@ def plan_export(source: Path, *, experts: Experts | None = None) -> Plan:
     """
     opened = open_source(source)
     folder, load, visual = opened.folder, opened.load, opened.vision
-    record = describe(load, folder, vision=bool(visual))
+    before = read_record(source) or Record(layout=load.layout)
+    record = describe(before, load, folder, vision=bool(visual))
     layout = released_layout(record.layout, load.config, vision=bool(visual), experts=experts)
     taken, left = side_files(source)
     inputs = gather_inputs(folder, taken)
@@ -43,7 +44,7 @@ def plan_export(source: Path, *, experts: Experts | None = None) -> Plan:
         tensors=outputs(load, layout) + copies(folder, visual),
         native=False,
         record=replace(record, layout=layout),
-        before=read_record(source) or Record(layout=load.layout),
+        before=before,
         edited=(),
         config=written_config(
             opened.raw_config,

@@ -69,22 +69,22 @@ class Job:
             raise CheckpointError(
                 f"{destination} is the source or inside it; give a folder outside {source}"
             )
-        if not job.complete:
+        if not job.finished:
             check_destination(Path(destination), resume=resume, nbytes=0)
         return job
 
     @property
-    def complete(self) -> bool:
-        """Whether an earlier run that `resume` would go on with has reached its end."""
+    def finished(self) -> bool:
+        """Whether `resume` meets a finished folder; the plan will tell whether it is this one's."""
         from convert.writing import is_finished
 
         return self.resume and self.destination is not None and is_finished(self.destination)
 
     def run(self, plan: Plan, notes: Notes, *, dry_run: bool, json: bool) -> None:
         """Show the plan, and unless it is a dry run carry it out and say what was written."""
-        from convert.run import check
+        from convert.run import check, holds
 
-        if self.destination is not None and self.complete:
+        if self.destination and self.finished and holds(plan, self.destination):
             self._tell_complete(plan, self.destination, notes, json=json)
             return
         if self.destination is not None:
@@ -119,8 +119,8 @@ class Job:
         report = {**plan.as_json(), "destination": str(destination), "complete": True}
         if self.verify and plan.native:
             report |= verify_native(destination, notes)
-        done = ", verified" if "verified" in report else ""
-        write_json(report) if json else print(f"{destination}: complete already{done}")
+        compared = "verified" if "verified" in report else "values not compared"
+        write_json(report) if json else print(f"{destination}: complete already, {compared}")
 
     def _write(self, plan: Plan, destination: Path, notes: Notes) -> Written:
         from convert.run import run

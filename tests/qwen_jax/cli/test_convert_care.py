@@ -62,3 +62,14 @@ def test_an_adapter_given_twice_is_refused(run, source, tmp_path):
     )
     assert outcome.code == FAILURE
     assert "given twice" in outcome.err
+
+
+def test_resume_takes_no_other_finished_folder_for_its_own(run, source, demo_path, tmp_path):
+    native = tmp_path / "native"
+    assert run("convert", str(source), str(native), "-q").code == 0
+    same = run("convert", str(source), str(native), "--resume", "--verify", "-q")
+    assert (same.code, same.err) == (0, "")
+    assert "complete already, verified" in same.out
+    other = run("convert", str(demo_path), str(native), "--resume", "-q")
+    assert (other.code, other.out) == (FAILURE, "")
+    assert "exists and holds" in other.err
