@@ -1,5 +1,5 @@
-"""`gated_delta_rule`: see reference.py for the definition."""
+"""`gated_delta_rule`: see api.py for what it takes, reference.py for the definition."""
 
-from .reference import gated_delta_rule
+from .api import gated_delta_rule
 
 __all__ = ["gated_delta_rule"]

@@ -5,12 +5,16 @@ takes a ragged batch of new tokens from the projections to the read-outs and car
 that a kernel can do the whole in one launch.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._compat import Target
+from .ring import write_ring
 from .rule import chunked_rule, recurrent_rule
 
 
@@ -34,30 +38,7 @@ def gated_delta_rule(
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
 ) -> DeltaRuleOutput:
-    """Convolution, SiLU, L2 norms, gates, state update and read-out of T new tokens a sequence.
-
-    Shapes in letters of this file: M value heads, Q key width, R value width, W taps,
-    C = 2 * key heads * Q + M * R channels in the order all q, all k, all v. Value head m reads key
-    head m // (M / key heads).
-
-    Args:
-        qkv: projected inputs of the convolution.
-        b: logits of beta, the write strength.
-        a: input of the decay, g = -exp(a_log) * softplus(a + dt_bias).
-        conv_weight: depthwise taps; the last one meets the current token.
-        a_log: float32.
-        dt_bias: float32.
-        conv_state: a ring: column p % W holds the input at position p. Columns of positions before
-            the sequence's first are never read, so a reused row needs no clearing.
-        delta_state: float32 state; taken as zero where `start` is zero.
-        start: tokens that each sequence has seen before this call.
-        lengths: how many of the T tokens are real; the others, on the right, change neither state
-            whatever they hold.
-
-    Returns:
-        Read-outs [B, T, M, R] in qkv's dtype (arbitrary at padding) and both states after the last
-        real token.
-    """
+    """See `api.gated_delta_rule`."""
     batch, length, _ = qkv.shape
     _, heads, key_width, value_width = delta_state.shape
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None]
@@ -85,9 +66,25 @@ def gated_delta_rule(
     read, state = rule(q, k, v, g, beta, state)
     return DeltaRuleOutput(
         read.astype(qkv.dtype),
-        _write_ring(window, conv_state, start, lengths),
+        write_ring(conv_state, qkv, start, lengths),
         jnp.where((lengths > 0)[:, None, None, None], state.astype(delta_state.dtype), delta_state),
     )
+
+
+def refusals(target: Target, *arrays: Any) -> list[str]:
+    """What gives a call no meaning; see `dispatch.Implementation`."""
+    qkv, delta_state = arrays[0], arrays[7]
+    _, heads, key_width, value_width = delta_state.shape
+    rest = qkv.shape[2] - heads * value_width
+    if rest <= 0 or rest % (2 * key_width):
+        return [
+            f"{qkv.shape[2]} channels are not {heads} value heads of {value_width} and twice a "
+            f"number of key heads of {key_width}"
+        ]
+    key_heads = rest // (2 * key_width)
+    if heads % key_heads:
+        return [f"{heads} value heads cannot share {key_heads} key heads evenly"]
+    return []
 
 
 def _with_history(
@@ -110,24 +107,6 @@ def _convolve(
         inputs = window[:, tap : tap + length].astype(jnp.float32)
         total += inputs * weight[None, None, :, tap].astype(jnp.float32)
     return total.astype(window.dtype)
-
-
-def _write_ring(
-    window: Float[Array, "B S C"],
-    conv_state: Float[Array, "B C W"],
-    start: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-) -> Float[Array, "B C W"]:
-    """The ring after the last real token: a column keeps the newest position that falls on it."""
-    taps = conv_state.shape[-1]
-    last = (start + lengths - 1)[:, None]
-    column = jnp.arange(taps, dtype=jnp.int32)[None, :]
-    position = last - (last - column) % taps
-    index = position - start[:, None] + taps - 1
-    new = jnp.take_along_axis(window, jnp.maximum(index, 0)[:, :, None], axis=1)
-    new = new.transpose(0, 2, 1).astype(conv_state.dtype)
-    is_new = position >= start[:, None]
-    return jnp.where(is_new[:, None, :], new, conv_state)
 
 
 def _l2_normalise(x: Float[Array, "... Q"]) -> Float[Array, "... Q"]:
