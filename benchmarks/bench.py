@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
             )
         elif field.name == "dtype":
             parser.add_argument(flag, choices=("float32", "bfloat16"))
+        elif field.name == "implementation":
+            parser.add_argument(flag, choices=("triton", "reference"))
         elif field.name == "revision":
             parser.add_argument(flag, help="branch, tag or commit of a Hub model")
         elif field.name != "model":

@@ -7,10 +7,13 @@ never another.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -53,6 +56,37 @@ class Choice:
 
     chosen: str | None
     refused: Mapping[str, list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call that was traced.
+
+    Attributes:
+        operation: its name.
+        arrays: by name, dtype and shape of each array, such as "bfloat16[1, 1, 16, 256]".
+        settings: the keywords.
+        choice: what runs it.
+    """
+
+    operation: str
+    arrays: Mapping[str, str]
+    settings: Mapping[str, Any]
+    choice: Choice
+
+
+_record: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("record", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Every call that is traced inside, in order, goes into the list; refused ones too."""
+    calls: list[Call] = []
+    token = _record.set(calls)
+    try:
+        yield calls
+    finally:
+        _record.reset(token)
 
 
 class Operation:
@@ -107,6 +141,8 @@ class Operation:
             ValueError: there is no implementation of that name.
         """
         choice = self.choose(*arrays, implementation=implementation, **settings)
+        if (record := _record.get()) is not None:
+            record.append(Call(self.name, self._named(arrays), settings, choice))
         if choice.chosen is None:
             raise self._error(choice, arrays, settings)
         if choice.chosen == REFERENCE and choice.refused:
@@ -117,10 +153,14 @@ class Operation:
         run = functools.partial(self.implementations[choice.chosen].run, **settings)
         return _with_gradient_of(reference, run)(*arrays)
 
+    def _named(self, arrays: tuple[Any, ...]) -> dict[str, str]:
+        names = inspect.signature(self.implementations[REFERENCE].run).parameters
+        return {name: _described(array) for name, array in zip(names, arrays, strict=False)}
+
     def _error(
         self, choice: Choice, arrays: tuple[Any, ...], settings: Mapping[str, Any]
     ) -> ExceptionGroup:
-        call = [_described(array) for array in arrays]
+        call = [f"{name}: {text}" for name, text in self._named(arrays).items()]
         call += [f"{name}={value}" for name, value in settings.items()]
         return ExceptionGroup(
             f"no implementation of {self.name} that was asked takes ({', '.join(call)})",
@@ -128,7 +168,7 @@ class Operation:
         )
 
     def _warn(self, choice: Choice) -> None:
-        if self._warned or current_target().platform != "gpu":
+        if self._warned or current_target().platform != "gpu" or _record.get() is not None:
             return
         self._warned = True
         reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in choice.refused.items())

@@ -64,6 +64,9 @@ class QwenConfig:
         eos_token_id: Ids that end a text.
         pad_token_id: Id of the padding token.
         dtype: Dtype of parameters and activations, `float32` or `bfloat16`.
+        implementation: Implementation that every operation of the model is to use, `triton` or
+            `reference`; None for the first that takes a call. No part of the architecture: it is
+            neither read from a `config.json` nor written to one.
 
     Raises:
         ConfigError: Values are out of range, contradict each other, or do not exist in the model
@@ -105,6 +108,7 @@ class QwenConfig:
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
     dtype: str = "bfloat16"
+    implementation: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built, and fill the one default that depends on the model type."""

@@ -35,6 +35,7 @@ def load(
     *,
     revision: str | None = None,
     dtype: DTypeLike | None = None,
+    implementation: str | None = None,
     progress: Callable[[str, int], None] | None = None,
     on_plan: Callable[[LoadPlan], None] | None = None,
 ) -> tuple[CausalLM, Tokenizer | None]:
@@ -49,6 +50,8 @@ def load(
             Hub ("Qwen/Qwen3-30B-A3B"), whose files are fetched where they are not cached.
         revision: branch, tag or commit of the Hub model; its main branch if None.
         dtype: "float32" or "bfloat16" for weights and activations; the configuration's own if None.
+        implementation: "reference" or "triton" to run every operation of the model so, or fail;
+            the first that takes each call if None.
         progress: called after each tensor with its path and bytes.
         on_plan: called before loading with what was found, skipped tensors included.
 
@@ -71,6 +74,7 @@ def load(
     config = dataclasses.replace(
         plan.config,
         dtype=dtype,
+        implementation=implementation,
         eos_token_id=_end_tokens(folder, config, tokenizer),
     )
     targets = abstract_parameters(config)

@@ -60,6 +60,8 @@ def guarded(command: Callable[[], int | None]) -> int:
             return BROKEN_PIPE
         except FAILURES as error:
             return _fail(error, FAILURE)
+        except ExceptionGroup as error:
+            return _fail(_refusal(error), FAILURE)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
                 advice = (
@@ -84,6 +86,19 @@ def _run(tokens: list[str]) -> int | None:
 def _fail(error: object, code: int) -> int:
     print(f"error: {error}", file=sys.stderr)
     return code
+
+
+def _refusal(error: ExceptionGroup) -> str:
+    """What to say of an operation that no implementation takes; raises any other group again."""
+    from pallas_kernels.dispatch import Refused
+
+    if error.split(Refused)[1] is not None:
+        raise error
+    reasons = "; ".join(map(str, error.exceptions))
+    return (
+        f"{error.message}: {reasons}. Leave out --implementation for the first that takes each "
+        "call; inspect --kernels shows which that is"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from .bench_request import BenchRequest
 from .console import Notes, accept_any_text, write_json
-from .options import DType, MaybeWhole, Switch, Text, Whole
+from .options import DType, Kernels, MaybeWhole, Switch, Text, Whole
 
 
 def bench(
@@ -24,6 +24,7 @@ def bench(
     max_model_len: MaybeWhole = None,
     prefill_chunk_size: Whole = 512,
     dtype: DType | None = None,
+    implementation: Kernels | None = None,
     json: Switch = False,
     quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
 ) -> None:
@@ -42,6 +43,8 @@ def bench(
         max_model_len: tokens a row that the cache has room for; prompt and new tokens by default.
         prefill_chunk_size: most prompt tokens a row in one forward pass (512 by default).
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
+        implementation: run every operation so, or fail: triton (GPU kernels) or reference (plain
+            JAX); by default each call runs on the first that takes it.
         json: write one JSON object, fit to be kept.
         quiet: write nothing to standard error but errors and warnings.
     """
@@ -58,6 +61,7 @@ def bench(
         max_model_len=max_model_len,
         prefill_chunk_size=prefill_chunk_size,
         dtype=dtype,
+        implementation=implementation,
     )
     from .report import as_text, run_bench
 

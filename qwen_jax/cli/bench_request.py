@@ -23,6 +23,8 @@ class BenchRequest:
         max_model_len: tokens a row that the cache has room for; prompt and generation if None.
         prefill_chunk_size: most prompt tokens a row in one forward pass.
         dtype: of weights and activations; the model's own if None, float32 on a CPU.
+        implementation: "triton" or "reference" for every operation, or None for the first that
+            takes each call.
 
     Raises:
         RequestError: a value outside its range.
@@ -39,6 +41,7 @@ class BenchRequest:
     max_model_len: int | None = None
     prefill_chunk_size: int = 512
     dtype: str | None = None
+    implementation: str | None = None
 
     def __post_init__(self) -> None:
         smallest = {"prompt_tokens": 1, "generation_tokens": 2, "batch_size": 1, "num_trials": 1}

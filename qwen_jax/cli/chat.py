@@ -15,7 +15,7 @@ from ..errors import CacheFullError, MemoryLimitError, RequestError
 from .console import Notes, accept_any_text, dim, write_text
 from .generate import AnnouncedCompilation
 from .loading import ModelFolder
-from .options import DType, LimitFlags, SamplingFlags, TemplateFlags, Text
+from .options import DType, Kernels, LimitFlags, SamplingFlags, TemplateFlags, Text
 from .thinking import Part, ThinkParser
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def chat(
     limits: LimitFlags = _LIMITS,
     sampling: SamplingFlags = _SAMPLING,
     dtype: DType | None = None,
+    implementation: Kernels | None = None,
     quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
 ) -> int:
     """Talk with a model: each line of standard input is a turn.
@@ -51,11 +52,13 @@ def chat(
         limits: how long a reply is.
         sampling: how to choose tokens.
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
+        implementation: run every operation so, or fail: triton (GPU kernels) or reference (plain
+            JAX); by default each call runs on the first that takes it.
         quiet: write nothing to standard error but errors and warnings.
     """
     notes = Notes(quiet=quiet)
     accept_any_text()
-    folder = ModelFolder.open(model, dtype, notes, revision)
+    folder = ModelFolder.open(model, dtype, implementation, notes, revision)
     options = folder.sampling(sampling, notes)
     conversation = Conversation(folder, template, limits, options, notes)
     conversation.refuse_early()

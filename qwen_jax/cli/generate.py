@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from ..errors import RequestError
 from .console import Notes, accept_any_text, write_json, write_text
 from .loading import ModelFolder
-from .options import DType, LimitFlags, SamplingFlags, Switch, TemplateFlags, Text
+from .options import DType, Kernels, LimitFlags, SamplingFlags, Switch, TemplateFlags, Text
 
 if TYPE_CHECKING:
     from ..transcript import GenerationResult
@@ -31,6 +31,7 @@ def generate(
     limits: LimitFlags = _LIMITS,
     sampling: SamplingFlags = _SAMPLING,
     dtype: DType | None = None,
+    implementation: Kernels | None = None,
     logprobs: Switch = False,
     json: Switch = False,
     quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
@@ -49,6 +50,8 @@ def generate(
         limits: how long.
         sampling: how to choose tokens.
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
+        implementation: run every operation so, or fail: triton (GPU kernels) or reference (plain
+            JAX); by default each call runs on the first that takes it.
         logprobs: report the log-probability of each new token (within --json, else on standard
             error).
         json: write one JSON object instead of the text.
@@ -58,7 +61,7 @@ def generate(
     accept_any_text()
     if not chat:
         template.refuse_without_chat()
-    folder = ModelFolder.open(model, dtype, notes, revision)
+    folder = ModelFolder.open(model, dtype, implementation, notes, revision)
     request = _Request(
         folder,
         _prompt(folder, prompt, prompt_ids, template if chat else None),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CheckpointError, RequestError
 from .console import accept_any_text, scaled, size, table, write_json
-from .options import DType, Switch, Text, Whole
+from .options import DType, Kernels, Switch, Text, Whole
 from .shape import Shape, find_shape, parse_size
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ def inspect(
     memory: str | None = None,
     batch_size: Whole = 1,
     dtype: DType | None = None,
+    kernels: Switch = False,
+    device: Literal["h200"] | None = None,
+    implementation: Kernels | None = None,
     json: Switch = False,
 ) -> None:
     """Say what a model is and what it costs, without loading it.
@@ -32,14 +35,19 @@ def inspect(
             no weights are fetched, or the name of a released shape such as qwen3.6-35b-a3b.
         revision: branch, tag or commit of a Hub model; the main branch by default.
         memory: what context fits in this memory: 24GB, 22.5GiB, 800MB, or a number of bytes.
-        batch_size: sequences at a time (1 by default), for --memory.
+        batch_size: sequences at a time (1 by default), for --memory and --kernels.
         dtype: count weights and cache in this dtype; the model's own by default.
+        kernels: say what runs each operation of a prefill and a decode step, and why not others.
+        device: for --kernels, the device that they would run on; this machine's by default.
+        implementation: for --kernels, the one that every operation is asked for.
         json: write one JSON object.
     """
     accept_any_text()
     budget = None if memory is None else parse_size(memory, "--memory")
     if batch_size < 1:
         raise RequestError(f"--batch-size is {batch_size}; accepted is a whole number from 1 on")
+    if not kernels and (device or implementation):
+        raise RequestError("--device and --implementation are read by --kernels alone; add it")
     shape = find_shape(model, revision, weights=False)
     config, files = shape.config, None
     if shape.folder is not None:
@@ -53,10 +61,21 @@ def inspect(
         "fit": None if budget is None else _fit(config, budget, batch_size),
         "folder": files,
     }
+    if kernels:
+        report["kernels"] = _kernels(config, batch_size, device, implementation)
     if json:
         write_json(report)
     else:
         print(_as_text(shape, config, report))
+
+
+def _kernels(
+    config: QwenConfig, batch_size: int, device: str | None, implementation: str | None
+) -> dict[str, Any]:
+    from .kernels import kernels
+
+    config = dataclasses.replace(config, implementation=implementation)
+    return kernels(config, batch_size, device)
 
 
 def _cost(config: QwenConfig) -> dict[str, Any]:
@@ -153,6 +172,10 @@ def _as_text(shape: Shape, config: QwenConfig, report: dict[str, Any]) -> str:
         parts.append(_fit_line(report["fit"], report["cost"]))
     if report["folder"] is not None:
         parts.append(table(_folder_rows(report["folder"])))
+    if "kernels" in report:
+        from .kernels import as_text
+
+        parts.append(as_text(report["kernels"]))
     return "\n\n".join(parts)
 
 

@@ -29,7 +29,7 @@ class ModelFolder:
     Attributes:
         name: the argument that led to it.
         path: the folder.
-        config: its configuration, with the dtype to run in.
+        config: its configuration, with the dtype and the implementation to run in.
         tokenizer: None where it has none.
     """
 
@@ -40,13 +40,19 @@ class ModelFolder:
 
     @classmethod
     def open(
-        cls, name: str, dtype: str | None, notes: Notes, revision: str | None = None
+        cls,
+        name: str,
+        dtype: str | None,
+        implementation: str | None,
+        notes: Notes,
+        revision: str | None = None,
     ) -> ModelFolder:
         """Read configuration and tokenizer; a model of the Hub is fetched where it is not cached.
 
         Args:
             name: a folder, "demo", or the id of a model on the Hub.
             dtype: the dtype asked for; by default the folder's own, but float32 on a CPU.
+            implementation: how every operation is to run; None for the first that takes each call.
             notes: told of fetching, and when the default is not the folder's own.
             revision: branch, tag or commit of the Hub model.
 
@@ -68,7 +74,11 @@ class ModelFolder:
             notes(f"{name}: fetching from the Hub what is not cached")
         path = find_runnable(name, revision, quiet=notes.quiet)
         config = QwenConfig.from_hf(path)
-        config = dataclasses.replace(config, dtype=choose_dtype(config.dtype, dtype, notes))
+        config = dataclasses.replace(
+            config,
+            dtype=choose_dtype(config.dtype, dtype, notes),
+            implementation=implementation,
+        )
         return cls(name, path, config, Tokenizer.from_folder(path))
 
     def sampling(self, flags: SamplingFlags, notes: Notes) -> SamplingOptions:
@@ -120,6 +130,7 @@ class ModelFolder:
             model, _ = load(
                 self.path,
                 dtype=self.config.dtype,
+                implementation=self.config.implementation,
                 progress=lambda _, nbytes: advance(nbytes),
                 on_plan=announce,
             )

@@ -116,7 +116,11 @@ def _configuration(shape: Shape, request: BenchRequest, note: Note) -> QwenConfi
         if not request.dummy:
             raise RequestError("num_layers cuts a model of random weights; add --dummy")
         config = first_layers(config, request.num_layers)
-    return dataclasses.replace(config, dtype=choose_dtype(config.dtype, request.dtype, note))
+    return dataclasses.replace(
+        config,
+        dtype=choose_dtype(config.dtype, request.dtype, note),
+        implementation=request.implementation,
+    )
 
 
 def first_layers(config: QwenConfig, count: int) -> QwenConfig:
@@ -145,7 +149,7 @@ def _model(shape: Shape, config: QwenConfig, request: BenchRequest, note: Note) 
         model = initialise(config, jax.random.key(0))
     else:
         note(f"loading {request.model}")
-        model, _ = load(shape.folder, dtype=config.dtype)
+        model, _ = load(shape.folder, dtype=config.dtype, implementation=config.implementation)
     return jax.block_until_ready(model)
 
 

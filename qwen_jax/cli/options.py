@@ -30,6 +30,7 @@ Text = Annotated[str | None, Parameter(allow_leading_hyphen=True)]
 Texts = Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)]
 Switch = Annotated[bool, Parameter(negative="")]
 DType = Literal["float32", "bfloat16"]
+Kernels = Literal["triton", "reference"]
 
 _ONLY_DRAWN = ("top_k", "top_p", "min_p", "seed")
 

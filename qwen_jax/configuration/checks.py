@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from .families import DTYPES, FAMILIES, MAY_BE_ZERO, SLIDING, WIDTHS, Family
+from .families import DTYPES, FAMILIES, IMPLEMENTATIONS, MAY_BE_ZERO, SLIDING, WIDTHS, Family
 from .field_reader import Findings, is_integer, is_number
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ def _check_values(config: QwenConfig, family: Family, findings: Findings) -> Non
         findings.refuse("hidden_act", config.hidden_act, "'silu'")
     if config.dtype not in DTYPES:
         findings.refuse("dtype", config.dtype, " or ".join(DTYPES))
+    if config.implementation not in (None, *IMPLEMENTATIONS):
+        accepted = f"{' or '.join(IMPLEMENTATIONS)}, or None for the first that takes a call"
+        findings.refuse("implementation", config.implementation, accepted)
     for name in ("layer_types", "mlp_only_layers", "eos_token_id"):
         if not isinstance(getattr(config, name), tuple):
             findings.refuse(name, getattr(config, name), "a tuple")

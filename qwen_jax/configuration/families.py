@@ -16,6 +16,7 @@ SLIDING = "sliding_attention"
 LINEAR = "linear_attention"
 
 DTYPES = ("float32", "bfloat16")
+IMPLEMENTATIONS = ("triton", "reference")
 # Widths that may differ from layer to layer, and all integer fields for which 0 means something.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 MAY_BE_ZERO = (*WIDTHS, "num_experts", "num_experts_per_tok", "mtp_num_hidden_layers")

@@ -23,6 +23,7 @@ class Attention(nnx.Module):
         self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.gated = config.attn_gate
+        self.implementation = config.implementation
         sliding = config.layer_types[layer] == "sliding_attention"
         self.window = config.sliding_window if sliding else None
 
@@ -59,7 +60,7 @@ class Attention(nnx.Module):
         q, k = rotate(q, chunk.rotary), rotate(k, chunk.rotary)
 
         if cache is None or chunk.block_table is None:
-            mixed = flash_attention(q, k, v, window=self.window)
+            mixed = flash_attention(q, k, v, window=self.window, implementation=self.implementation)
         else:
             cache = append(cache, chunk.block_table, chunk.positions, k, v)
             mixed = block_attention(
@@ -69,6 +70,7 @@ class Attention(nnx.Module):
                 chunk.block_table,
                 chunk.positions,
                 window=self.window,
+                implementation=self.implementation,
             )
         mixed = mixed.reshape(batch, length, self.heads * self.head_dim)
         if gate is not None:

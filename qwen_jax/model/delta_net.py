@@ -51,6 +51,7 @@ class GatedDeltaNet(nnx.Module):
             state.delta,
             chunk.start,
             chunk.lengths,
+            implementation=self.config.implementation,
         )
         gate = self.in_proj_z(x).reshape(mixed.shape)
         y = self.out_proj(jnp.reshape(self.norm(mixed, gate), (*x.shape[:2], -1)))

@@ -15,7 +15,10 @@ from .routing import RouterContext, Routing, TopKRouter, without_padding
 class Experts(nnx.Module):
     """The weights of all experts of a layer, stacked."""
 
-    def __init__(self, experts: int, width: int, hidden: int, dtype: str):
+    def __init__(
+        self, experts: int, width: int, hidden: int, dtype: str, *, implementation: str | None
+    ):
+        self.implementation = implementation
         self.gate_up_proj = parameter((experts, 2 * hidden, width), dtype)
         self.down_proj = parameter((experts, width, hidden), dtype)
 
@@ -28,6 +31,7 @@ class Experts(nnx.Module):
             routing.weights.reshape(tokens, slots),
             gate_up_proj,
             self.down_proj[...],
+            implementation=self.implementation,
         )
         return mixed.reshape(x.shape)
 
@@ -49,7 +53,9 @@ class SparseMoE(nnx.Module):
             renormalise=config.norm_topk_prob,
         )
         hidden = config.width("moe_intermediate_size", layer)
-        self.experts = Experts(config.num_experts, width, hidden, dtype)
+        self.experts = Experts(
+            config.num_experts, width, hidden, dtype, implementation=config.implementation
+        )
         self.shared_expert = MLP(width, shared, dtype) if shared else None
         self.shared_expert_gate = Linear(width, 1, dtype) if shared else None
 

@@ -1,0 +1,66 @@
+"""`qwen-jax inspect --kernels`: what would run, without running it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qwen_jax.config import QwenConfig
+
+
+def report(run, *arguments: str) -> dict:
+    outcome = run("inspect", "demo", "--kernels", *arguments, "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    return json.loads(outcome.out)["kernels"]
+
+
+def by_operation(rows: list[dict]) -> dict[str, dict]:
+    return {row["operation"]: row for row in rows}
+
+
+def test_this_machine_runs_the_references_and_says_why(run):
+    found = report(run, "--batch-size", "3")
+    for phase, tokens in (("prefill", 512), ("decode", 1)):
+        rows = found["phases"][phase]
+        assert {row["implementation"] for row in rows} == {"reference"}
+        delta = by_operation(rows)["delta_rule"]
+        assert delta["arrays"]["qkv"].startswith(f"bfloat16[3, {tokens}, ")
+        assert "it needs a GPU, and the call is for cpu" in delta["refused"]["triton"]
+
+
+def test_a_described_device(run, demo_path):
+    found = report(run, "--device", "h200", "--dtype", "bfloat16")
+    assert found["device"] == "NVIDIA H200"
+    decode = by_operation(found["phases"]["decode"])
+    assert decode["delta_rule"]["implementation"] == "triton"
+    kinds = QwenConfig.from_hf(demo_path).layer_types
+    assert decode["delta_rule"]["calls"] == kinds.count("linear_attention")
+    assert decode["block_attention"]["calls"] == kinds.count("full_attention")
+
+
+def test_text_and_a_refused_implementation(run):
+    outcome = run("inspect", "demo", "--kernels", "--implementation", "triton")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "REFUSED" in outcome.out
+    assert "not triton: it needs a GPU, and the call is for cpu" in outcome.out
+
+
+@pytest.mark.parametrize("flag", [("--device", "h200"), ("--implementation", "reference")])
+def test_flags_of_kernels_alone(run, flag):
+    outcome = run("inspect", "demo", *flag)
+    assert outcome.code == 2
+    assert "--kernels" in outcome.err
+
+
+def test_a_named_implementation_runs_or_fails(run):
+    plain = run("generate", "demo", "--prompt", "And", "--max-tokens", "4", "--temperature", "0")
+    named = run(
+        *("generate", "demo", "--prompt", "And", "--max-tokens", "4", "--temperature", "0"),
+        *("--implementation", "reference"),
+    )
+    assert (named.code, named.out) == (0, plain.out)
+    refused = run("generate", "demo", "--prompt", "And", "--implementation", "triton")
+    assert (refused.code, refused.out) == (1, "")
+    assert "triton: it needs a GPU, and the call is for cpu" in refused.err
+    assert "Traceback" not in refused.err
