@@ -197,4 +197,6 @@ def _with_gradient_of(reference: Callable[..., Any], run: Callable[..., Any]) ->
 def _described(array: Any) -> str:
     if hasattr(array, "shape") and hasattr(array, "dtype"):
         return f"{array.dtype}{list(array.shape)}"
+    if isinstance(array, tuple):
+        return f"({', '.join(map(_described, array))})"
     return repr(array)

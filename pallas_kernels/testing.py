@@ -27,6 +27,12 @@ def relative_error(value: object, expected: np.ndarray) -> float:
     return float(difference.max() / np.sqrt(np.mean(np.square(expected))))
 
 
+def norm_error(value: object, expected: np.ndarray) -> float:
+    """Norm of the difference, as a share of the norm of what is expected."""
+    difference = np.asarray(value).astype(np.float64) - expected
+    return float(np.linalg.norm(difference) / np.linalg.norm(expected))
+
+
 def decode_bar(expected: np.ndarray, dtype: str) -> float:
     """Greatest acceptable `relative_error` of a decoding operation.
 

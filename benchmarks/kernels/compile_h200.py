@@ -122,7 +122,9 @@ def _compile_all(only: str, dump: Path) -> tuple[list[dict[str, Any]], int]:
     assembler = _assembler()
     figures, failures, known = [], 0, set()
     for label, call, arguments in cases(only):
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
+        )
         try:
             with (
                 _compat.targeting(_compat.H200),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from ..dispatch import REFERENCE, Implementation, Operation
 from . import reference, triton
+from .scales import BlockScales
 
 OPERATION = Operation(
     "block_attention",
@@ -18,10 +19,11 @@ OPERATION = Operation(
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    key_blocks: Float[Array, "P K Z H"],
-    value_blocks: Float[Array, "P K Z H"],
+    key_blocks: Real[Array, "P K Z H"],
+    value_blocks: Real[Array, "P K Z H"],
     block_table: Int[Array, "B W"],
     positions: Int[Array, "B T"],
+    scales: BlockScales | None = None,
     *,
     window: int | None = None,
     sinks: int = 0,
@@ -34,12 +36,14 @@ def block_attention(
 
     Args:
         q: queries, already rotated; scaled by H^-0.5 here.
-        key_blocks: pool of keys; block p of a head is one [Z, H] tile.
-        value_blocks: pool of values.
+        key_blocks: pool of keys; block p of a head is one [Z, H] tile. In q's dtype, or int8 codes
+            beside `scales`.
+        value_blocks: pool of values, likewise.
         block_table: block_table[b, i] holds the tokens i * Z to (i + 1) * Z - 1 of sequence b. A
             number outside the pool reads some block of it.
         positions: position of each query in its sequence; negative for padding, whose result is
             zero.
+        scales: what int8 codes stand for; None for a pool that holds keys and values themselves.
         window: if given, a query sees its own position and the window - 1 before it.
         sinks: with a window, this many first tokens of the sequence stay visible too (Xiao et al.,
             "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453). Their
@@ -60,6 +64,7 @@ def block_attention(
         value_blocks,
         block_table,
         positions,
+        scales,
         window=window,
         sinks=sinks,
         implementation=implementation,

@@ -39,13 +39,15 @@ def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Conf
     batch, length, query_heads, width = q.shape
     _, kv_heads, block_size, _ = key_blocks.shape
     rows = rows_for(length * query_heads // kv_heads)
-    wide = key_blocks.dtype.itemsize > 2
-    row_bytes = 2 * width * key_blocks.dtype.itemsize
+    wide, coded = q.dtype.itemsize > 2, key_blocks.dtype.itemsize == 1
+    # Float32 queries make float32 of codes, and split that in registers.
+    row_bytes = 2 * width * (q if wide else key_blocks).dtype.itemsize
     # Besides tiles, a program needs some room to exchange products between its warps.
     exchange = rows * width * (12 if wide else 2) + 4096
     room = target.shared_memory // PROGRAMS_PER_CORE - exchange
     fitting = max(16, min(TILE_BYTES, room) // row_bytes)
-    tile = min(1 << (fitting.bit_length() - 1), max(block_size, 32))
+    # A tile of codes has one base, that of its block.
+    tile = min(1 << (fitting.bit_length() - 1), block_size if coded else max(block_size, 32))
     ahead = max(1, min(3, room // (tile * row_bytes)))
     programs = PROGRAMS_PER_CORE * target.cores
     tiles = -(-block_table.shape[1] * block_size // tile)

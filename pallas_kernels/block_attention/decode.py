@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from .._compat import dot, triton_call
+from .scales import BlockScales
 from .shape import Shape
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -88,15 +89,20 @@ def _span(shape: Shape, positions_ref: Any, sequence: Array) -> _Span:
 def attend(
     shape: Shape,
     q: Float[Array, "BTN H"],
-    keys: Float[Array, "PKZ H"],
-    values: Float[Array, "PKZ H"],
+    keys: Real[Array, "PKZ H"],
+    values: Real[Array, "PKZ H"],
     block_table: Int[Array, "B W"],
     positions: Int[Array, "B T"],
+    scales: BlockScales | None,
 ) -> Float[Array, "BTN H"] | Parts:
     """The main kernel: the result, or its parts if there may be several splits."""
     splits, rows, width = shape.config.splits, shape.rows, shape.width
 
-    def kernel(q_ref, key_ref, value_ref, table_ref, positions_ref, *out_refs) -> None:
+    inputs = (q, keys, values, block_table, positions, *_as_rows(scales))
+
+    def kernel(*refs: Any) -> None:
+        q_ref, key_ref, value_ref, table_ref, positions_ref = refs[:5]
+        scale_refs, out_refs = refs[5 : len(inputs)], refs[len(inputs) :]
         # Before the branch: the interpreter knows no program ids inside, and what is loaded here
         # does not wait for the span.
         owner, split = pl.program_id(0), pl.program_id(1)
@@ -109,7 +115,8 @@ def attend(
         first = split * span.share
 
         def work() -> None:
-            step = _step(shape, (key_ref, value_ref, table_ref), sequence, head, span, q, at)
+            pools = (key_ref, value_ref, table_ref, *scale_refs)
+            step = _step(shape, pools, sequence, head, span, q, at)
             start = (
                 jnp.full((rows,), LOWEST, jnp.float32),
                 jnp.zeros((rows,), jnp.float32),
@@ -151,7 +158,7 @@ def attend(
         # A tile is two loads away from its product, the first being that of its block's number.
         num_stages=2 * shape.config.ahead + 1,
     )
-    results = call(q, keys, values, block_table, positions)
+    results = call(*inputs)
     return Parts(*results) if splits > 1 else results[0]
 
 
@@ -165,7 +172,7 @@ def _step(
     at: Array,
 ) -> Callable[[Array, tuple[Array, ...]], tuple[Array, ...]]:
     """The loop's body: one tile of keys and values joins the online softmax."""
-    key_ref, value_ref, table_ref = refs
+    key_ref, value_ref, table_ref = refs[:3]
     tile, size = shape.config.tile, shape.block_size
 
     def step(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -188,13 +195,22 @@ def _step(
         # Rows that no query sees may hold anything, so they are not read.
         keys = _load_rows(key_ref, place, seen)
         values = _load_rows(value_ref, place, seen)
+        scales = [plt.load(ref.at[place], mask=seen, other=0.0) for ref in refs[3:5]]
 
-        scores = jnp.where(visible, dot(q, keys.T) * shape.scale, LOWEST)
+        # Codes are exact in q's dtype. What they stand for is put in behind the products.
+        scores = dot(q, keys.astype(q.dtype).T)
+        if shape.coded:
+            base = refs[5][block * shape.kv_heads + head, :].astype(jnp.float32)
+            from_base = jnp.sum(q.astype(jnp.float32) * base[None, :], axis=1)
+            scores = scores * scales[0][None, :] + from_base[:, None]
+        scores = jnp.where(visible, scores * shape.scale, LOWEST)
         new = jnp.maximum(largest, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp2(scores - new[:, None]), 0.0)
         decay = jnp.exp2(largest - new)
         total = total * decay + jnp.sum(weights, axis=1)
-        mixed = mixed * decay[:, None] + dot(weights.astype(values.dtype), values)
+        if shape.coded:
+            weights = weights * scales[1][None, :]
+        mixed = mixed * decay[:, None] + dot(weights.astype(q.dtype), values.astype(q.dtype))
         return new, total, mixed
 
     return step
@@ -235,6 +251,18 @@ def combine(
     return call(*parts, positions)
 
 
+def _as_rows(scales: BlockScales | None) -> tuple[Array, ...]:
+    """Scales as the kernel indexes them: like the rows of a pool, and a row for each base."""
+    if scales is None:
+        return ()
+    width = scales.key_base.shape[-1]
+    return (
+        scales.key_scale.reshape(-1),
+        scales.value_scale.reshape(-1),
+        scales.key_base.reshape(-1, width),
+    )
+
+
 def _load_rows(
     ref: Any, place: Int[Array, " r"], wanted: Bool[Array, " r"], piece: Any = 0, width: int = 0
 ) -> Array:
@@ -242,7 +270,7 @@ def _load_rows(
     shape = (place.shape[0], width or ref.shape[1])
     row, column = _grid(place, shape)
     wanted = jnp.broadcast_to(wanted[:, None], shape)
-    return plt.load(ref.at[row, column + piece * shape[1]], mask=wanted, other=0.0)
+    return plt.load(ref.at[row, column + piece * shape[1]], mask=wanted, other=0)
 
 
 def _store_rows(

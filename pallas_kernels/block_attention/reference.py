@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target
+from .scales import BlockScales
 
 KEYS_PER_TILE = 512
 
@@ -21,10 +22,11 @@ class _Softmax(NamedTuple):
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    key_blocks: Float[Array, "P K Z H"],
-    value_blocks: Float[Array, "P K Z H"],
+    key_blocks: Real[Array, "P K Z H"],
+    value_blocks: Real[Array, "P K Z H"],
     block_table: Int[Array, "B W"],
     positions: Int[Array, "B T"],
+    scales: BlockScales | None = None,
     *,
     window: int | None,
     sinks: int,
@@ -50,10 +52,14 @@ def block_attention(
         if window is not None:
             inside = key_at[None, None, :] > positions[:, :, None] - window
             visible &= inside | (key_at < sinks)[None, None, :]
-        keys = _gather(key_blocks, blocks)
+        scores = _scores(grouped, key_blocks, blocks, scales)
         values = _gather(value_blocks, blocks)
-        values = jnp.where(jnp.any(visible, axis=1)[:, None, :, None], values, 0)
-        return _fold(carry, grouped, keys, values, visible)
+        seen = jnp.any(visible, axis=1)[:, None]
+        values = jnp.where(seen[..., None], values, 0).astype(q.dtype)
+        factor = None
+        if scales is not None:
+            factor = jnp.where(seen, _gather(scales.value_scale, blocks), 0)
+        return _fold(carry, scores, values, visible, factor)
 
     start = _Softmax(
         jnp.full((batch, kv_heads, group, length), -jnp.inf, jnp.float32),
@@ -77,6 +83,7 @@ def refusals(
     value_blocks: Any,
     block_table: Any,
     positions: Any,
+    scales: Any = None,
     *,
     window: int | None,
     sinks: int,
@@ -90,43 +97,86 @@ def refusals(
         reasons.append(f"window is {window}; accepted is a number from 1 on, or None")
     if sinks < 0 or (sinks and window is None):
         reasons.append(f"sinks is {sinks}; accepted is 0, or a larger number beside a window")
+    return reasons + scales_refusals(q, key_blocks, value_blocks, scales)
+
+
+def scales_refusals(q: Any, key_blocks: Any, value_blocks: Any, scales: Any) -> list[str]:
+    """Why pools and scales do not fit each other."""
+    pools = {"keys": str(key_blocks.dtype), "values": str(value_blocks.dtype)}
+    coded = scales is not None
+    reasons = [
+        f"{name} are {dtype} {'beside scales' if coded else 'without scales'}; accepted are int8 "
+        "with scales, or a float dtype without"
+        for name, dtype in pools.items()
+        if (dtype == "int8") != coded
+    ]
+    if coded:
+        *rows, width = key_blocks.shape
+        accepted = {
+            "key_scale": (tuple(rows), "float32"),
+            "value_scale": (tuple(rows), "float32"),
+            "key_base": ((*rows[:2], width), str(q.dtype)),
+        }
+        for name, array in scales._asdict().items():
+            found = (tuple(array.shape), str(array.dtype))
+            if found != accepted[name]:
+                reasons.append(f"{name} is {found}; accepted is {accepted[name]}")
     return reasons
 
 
-def _gather(pool: Float[Array, "P K Z H"], blocks: Int[Array, "B c"]) -> Float[Array, "B K S H"]:
+def _scores(
+    q: Float[Array, "B T K G H"],
+    key_blocks: Real[Array, "P K Z H"],
+    blocks: Int[Array, "B c"],
+    scales: BlockScales | None,
+) -> Float[Array, "B K G T S"]:
+    """Products of the queries with the keys of these blocks, float32."""
+
+    def product(keys: Float[Array, "B K S H"]) -> Float[Array, "B K G T S"]:
+        return jnp.einsum("btkgh,bksh->bkgts", q, keys, preferred_element_type=jnp.float32)
+
+    keys = _gather(key_blocks, blocks)
+    if scales is None:
+        return product(keys)
+    # Codes are exact in q's dtype; the sum of base and scaled code would not be.
+    scale = _gather(scales.key_scale, blocks)[:, :, None, None]
+    from_base = product(jnp.swapaxes(scales.key_base[blocks], 1, 2))
+    from_base = jnp.repeat(from_base, key_blocks.shape[2], axis=-1)
+    return product(keys.astype(q.dtype)) * scale + from_base
+
+
+def _gather(pool: Real[Array, "P K Z *h"], blocks: Int[Array, "B c"]) -> Real[Array, "B K S *h"]:
     """The chosen blocks of the pool, joined along the tokens."""
     batch, count = blocks.shape
-    _, kv_heads, block_size, width = pool.shape
-    chosen = pool[blocks].transpose(0, 2, 1, 3, 4)
-    return chosen.reshape(batch, kv_heads, count * block_size, width)
+    _, kv_heads, block_size, *width = pool.shape
+    chosen = jnp.swapaxes(pool[blocks], 1, 2)
+    return chosen.reshape(batch, kv_heads, count * block_size, *width)
 
 
 def _fold(
     carry: _Softmax,
-    q: Float[Array, "B T K G H"],
-    keys: Float[Array, "B K S H"],
+    scores: Float[Array, "B K G T S"],
     values: Float[Array, "B K S H"],
     visible: Array,
+    factor: Float[Array, "B K S"] | None,
 ) -> _Softmax:
     """Add one tile of keys to the running softmax.
 
     A tile that a query cannot see leaves its row as it was.
     """
-    scores = jnp.einsum("btkgh,bksh->bkgts", q, keys, preferred_element_type=jnp.float32)
     mask = visible[:, None, None]
-    scores = jnp.where(mask, scores * jnp.float32(q.shape[-1] ** -0.5), -jnp.inf)
+    scores = jnp.where(mask, scores * jnp.float32(values.shape[-1] ** -0.5), -jnp.inf)
     largest = jnp.maximum(carry.largest, jnp.max(scores, axis=-1))
     safe = jnp.where(jnp.isfinite(largest), largest, 0.0)
     weights = jnp.where(mask, jnp.exp(scores - safe[..., None]), 0.0)
     decay = jnp.where(jnp.isfinite(carry.largest), jnp.exp(carry.largest - safe), 0.0)
+    total = carry.total * decay + jnp.sum(weights, axis=-1)
+    if factor is not None:
+        weights = weights * factor[:, :, None, None]
     mixed = jnp.einsum(
         "bkgts,bksh->bkgth",
         weights.astype(values.dtype),
         values,
         preferred_element_type=jnp.float32,
     )
-    return _Softmax(
-        largest,
-        carry.total * decay + jnp.sum(weights, axis=-1),
-        carry.mixed * decay[..., None] + mixed,
-    )
+    return _Softmax(largest, total, carry.mixed * decay[..., None] + mixed)

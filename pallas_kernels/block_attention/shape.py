@@ -16,7 +16,7 @@ class Shape:
     """Sizes in the order B, T, K, G, H, P, Z, W; G is the query heads a key/value head.
 
     A program works for one owner, a key/value head of a sequence: there are C = B * K of them. Its
-    matrices have R rows: T * G queries and padding.
+    matrices have R rows: T * G queries and padding. `coded` pools hold int8 codes.
     """
 
     batch: int
@@ -29,6 +29,7 @@ class Shape:
     columns: int
     window: int | None
     sinks: int
+    coded: bool
     config: Config
 
     @property

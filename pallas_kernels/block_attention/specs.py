@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .scales import BlockScales
+
 HEAD_WIDTHS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float32")
@@ -28,6 +30,7 @@ class Spec:
         new_tokens: T.
         window: sliding window, if any.
         sinks: first tokens that stay visible besides the window.
+        int8: keys and values are int8 codes, with scales.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +43,7 @@ class Spec:
     new_tokens: int = 1
     window: int | None = None
     sinks: int = 0
+    int8: bool = False
 
     @property
     def columns(self) -> int:
@@ -48,23 +52,30 @@ class Spec:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that the call must read."""
-        itemsize = 2 if self.dtype == "bfloat16" else 4
-        tokens = sum(self._visible(length) for length in self.lengths)
-        return 2 * tokens * self.kv_heads * self.width * itemsize
+        """Bytes of keys and values that the call must read, with the scales of codes."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        tokens = sum(self._visible(length) for length in self.lengths) * self.kv_heads
+        if self.int8:
+            base = self.width * itemsize // self.block_size
+            return tokens * (2 * self.width + 2 * 4 + base)
+        return 2 * tokens * self.width * itemsize
 
-    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         """Shapes and dtypes of the arrays, with a pool that just holds the sequences."""
         batch, dtype = len(self.lengths), jnp.dtype(self.dtype)
         blocks = 1 + sum(-(-length // self.block_size) for length in self.lengths)
-        pool = (blocks, self.kv_heads, self.block_size, self.width)
-        return (
+        rows = (blocks, self.kv_heads, self.block_size)
+        pool = jax.ShapeDtypeStruct((*rows, self.width), jnp.int8 if self.int8 else dtype)
+        scale = jax.ShapeDtypeStruct(rows, jnp.float32)
+        base = jax.ShapeDtypeStruct((*rows[:2], self.width), dtype)
+        arrays = (
             jax.ShapeDtypeStruct((batch, self.new_tokens, self.query_heads, self.width), dtype),
-            jax.ShapeDtypeStruct(pool, dtype),
-            jax.ShapeDtypeStruct(pool, dtype),
+            pool,
+            pool,
             jax.ShapeDtypeStruct((batch, self.columns), jnp.int32),
             jax.ShapeDtypeStruct((batch, self.new_tokens), jnp.int32),
         )
+        return (*arrays, BlockScales(scale, scale, base)) if self.int8 else arrays
 
     def settings(self) -> dict[str, Any]:
         """Settings of the call."""
@@ -96,4 +107,12 @@ SPECS = {
     "batch 8, 4k, 32 heads of 64": Spec((4096,) * 8, query_heads=32, kv_heads=8, width=64),
     "batch 8, 4k, 4 new tokens": Spec((4096,) * 8, new_tokens=4),
     "batch 8, 4k, float32": Spec((4096,) * 8, dtype="float32"),
+    "batch 1, 512, int8": Spec((512,), int8=True),
+    "batch 1, 32k, int8": Spec((32768,), int8=True),
+    "batch 8, 32k, int8": Spec((32768,) * 8, int8=True),
+    "batch 8, 4k, blocks of 16, int8": Spec((4096,) * 8, block_size=16, int8=True),
+    "batch 8, 4k, 32 heads of 64, int8": Spec(
+        (4096,) * 8, query_heads=32, kv_heads=8, width=64, int8=True
+    ),
+    "batch 8, 4k, float32, int8": Spec((4096,) * 8, dtype="float32", int8=True),
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target, current_target, triton_refusals
 from . import reference
 from .config import Config, heuristic
 from .decode import Parts, attend, combine
+from .scales import BlockScales
 from .shape import Shape
 from .specs import BLOCK_SIZES, DTYPES, HEAD_WIDTHS
 
@@ -23,6 +24,7 @@ def refusals(
     value_blocks: Any,
     block_table: Any,
     positions: Any,
+    scales: Any = None,
     *,
     window: int | None,
     sinks: int,
@@ -36,6 +38,7 @@ def refusals(
         value_blocks,
         block_table,
         positions,
+        scales,
         window=window,
         sinks=sinks,
     )
@@ -46,10 +49,13 @@ def refusals(
     if block_size not in BLOCK_SIZES:
         reasons.append(f"block size {block_size} is not one of {_listed(BLOCK_SIZES)}")
     dtypes = {str(x.dtype) for x in (q, key_blocks, value_blocks)}
+    if scales is not None:
+        dtypes = {str(q.dtype)}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         reasons.append(
             f"dtypes of queries, keys and values ({q.dtype}, {key_blocks.dtype}, "
-            f"{value_blocks.dtype}) are not all the same one of {_listed(DTYPES)}"
+            f"{value_blocks.dtype}) are not all the same one of {_listed(DTYPES)}, nor such "
+            "queries and int8 keys and values with scales"
         )
     if length * query_heads > MOST_ROWS * kv_heads:
         reasons.append(
@@ -63,10 +69,11 @@ def refusals(
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    key_blocks: Float[Array, "P K Z H"],
-    value_blocks: Float[Array, "P K Z H"],
+    key_blocks: Real[Array, "P K Z H"],
+    value_blocks: Real[Array, "P K Z H"],
     block_table: Int[Array, "B W"],
     positions: Int[Array, "B T"],
+    scales: BlockScales | None = None,
     *,
     window: int | None,
     sinks: int,
@@ -88,6 +95,7 @@ def block_attention(
         columns=block_table.shape[1],
         window=window,
         sinks=sinks,
+        coded=scales is not None,
         config=config,
     )
     mixed = attend(
@@ -97,6 +105,7 @@ def block_attention(
         value_blocks.reshape(-1, width),
         block_table,
         positions,
+        scales,
     )
     if isinstance(mixed, Parts):
         mixed = combine(shape, q.dtype, mixed, positions)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.testing import norm_error, relative_error
 from tests.pallas_kernels.blocks import Blocks, ragged
 
 run_flash = jax.jit(flash_attention, static_argnames="window")
@@ -125,3 +126,33 @@ def test_bfloat16_is_summed_in_float32(normal):
     blocks.key, blocks.value = (np.asarray(x, np.float32) for x in (blocks.key, blocks.value))
     expected = blocks.oracle(np.asarray(q, np.float32), positions)
     np.testing.assert_allclose(mixed.astype(np.float32), expected, atol=4e-3)
+
+
+@pytest.mark.parametrize(("block_size", "window"), [(64, None), (16, 20), (3, None)])
+def test_int8_blocks_are_what_their_codes_stand_for(normal, block_size, window):
+    blocks = Blocks.of(LENGTHS, block_size).quantised()
+    q, positions = normal(6, 65, 4, 8), ragged(LENGTHS, [65, 1, 63, 0, 7, 33])
+    mixed = blocks.attend(q, positions, window)
+    np.testing.assert_allclose(mixed, blocks.oracle(q, positions, window), atol=5e-6)
+    assert not mixed[positions < 0].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_blocks_with_an_outlier_channel(normal, dtype, record_property):
+    blocks = Blocks.of(LENGTHS, 64, width=64, outlier=200.0)
+    for name in ("key", "value", "key_blocks", "value_blocks"):
+        setattr(blocks, name, getattr(blocks, name).astype(jnp.dtype(dtype)))
+    q, positions = normal(6, 1, 4, 64).astype(jnp.dtype(dtype)), ragged(LENGTHS, [1] * 6)
+    mixed, expected = blocks.quantised().attend(q, positions), blocks.oracle(q, positions)
+    record_property("max error / rms", relative_error(mixed, expected))
+    assert norm_error(mixed, expected) < 2e-2
+
+
+def test_head_of_zeros_in_int8_is_finite(normal):
+    blocks = Blocks.of(LENGTHS, 64)
+    for name in ("key", "value"):
+        pool = getattr(blocks, f"{name}_blocks")
+        pool[:, 1] = np.where(np.isnan(pool[:, 1]), np.nan, 0.0)
+    mixed = blocks.quantised().attend(normal(6, 1, 4, 8), ragged(LENGTHS, [1] * 6))
+    assert np.isfinite(mixed).all() and mixed[:, :, :2].any()
+    assert not mixed[:, :, 2:].any()

@@ -42,6 +42,14 @@ CASES = {
         (3, 1, 2, 0, 2),
         64,
     ),
+    "int8, splits, window": Case(
+        Spec((130, 64, 0, 65, 1), 8, 2, 64, "bfloat16", 16, window=100, sinks=5, int8=True),
+        (1, 1, 0, 1, 1),
+        64,
+    ),
+    "int8, one split, several tiles a block": Case(
+        Spec((200, 1, 33), 4, 2, 128, "float32", 128, new_tokens=2, int8=True), (2, 1, 1), 1
+    ),
     "one split, unequal lengths": Case(Spec((96, 1, 33), 4, 4, 128, "float32", 32), (1, 1, 1), 1),
     "several tiles a block": Case(Spec((129, 128), 6, 1, 256, "float32", 128), (1, 1), 8),
 }
@@ -53,6 +61,8 @@ def check(normal, case: Case) -> None:
     blocks = Blocks.of(list(spec.lengths), spec.block_size, heads=spec.kv_heads, width=spec.width)
     for pool in ("key", "value", "key_blocks", "value_blocks"):
         setattr(blocks, pool, getattr(blocks, pool).astype(jnp.dtype(spec.dtype)))
+    if spec.int8:
+        blocks = blocks.quantised()
     blocks.table[blocks.table == 0] = 2**31 - 1
     positions = ragged(list(spec.lengths), list(case.new))
     q = normal(len(case.new), max(case.new), spec.query_heads, spec.width)
@@ -90,6 +100,8 @@ LOWERED = (
     "batch 8, 4k, 28 heads of 128",
     "batch 8, 4k, 4 new tokens",
     "batch 8, 4k, float32",
+    "batch 8, 32k, int8",
+    "batch 8, 4k, blocks of 16, int8",
 )
 
 
@@ -102,11 +114,15 @@ def test_kernel_lowers_for_cuda(name):
     assert "block_attention_combine" in module
 
 
-def choose(target=H200, *, pool_dtype=None, window=None, sinks=0, **changes):
+def choose(target=H200, *, pool_dtype=None, pool_rows=None, window=None, sinks=0, **changes):
     spec = dataclasses.replace(SPECS["batch 8, 512"], **changes)
     q, key, value, *rest = spec.arguments()
     if pool_dtype is not None:
         key, value = (jax.ShapeDtypeStruct(x.shape, pool_dtype) for x in (key, value))
+    if pool_rows is not None:
+        key, value = (
+            jax.ShapeDtypeStruct((pool_rows, *x.shape[1:]), x.dtype) for x in (key, value)
+        )
     return api.OPERATION.choose(
         q, key, value, *rest, implementation=None, target=target, window=window, sinks=sinks
     )
@@ -120,6 +136,7 @@ def choose(target=H200, *, pool_dtype=None, window=None, sinks=0, **changes):
         {"width": 128, "block_size": 16},
         {"block_size": 128, "window": 100, "sinks": 4},
         {"new_tokens": 8},
+        {"int8": True, "block_size": 16},
         {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
     ],
 )
@@ -152,6 +169,9 @@ def test_refusals_of_the_kernel(changes, reason):
         ({"window": 0}, "window is 0; accepted is a number from 1 on, or None"),
         ({"sinks": 4}, "sinks is 4; accepted is 0, or a larger number beside a window"),
         ({"sinks": -1, "window": 8}, "sinks is -1"),
+        ({"pool_dtype": jnp.int8}, "keys are int8 without scales; accepted are int8 with scales"),
+        ({"pool_dtype": jnp.bfloat16, "int8": True}, "values are bfloat16 beside scales"),
+        ({"pool_rows": 3, "int8": True}, "key_scale is ((65, 2, 64), 'float32'); accepted is"),
     ],
 )
 def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
