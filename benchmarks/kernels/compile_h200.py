@@ -29,7 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 # Each has `specs.SPECS`: by name, objects with `arguments()` (shapes and dtypes) and `settings()`.
-OPERATIONS = {"block_attention": "block_attention", "delta_rule": "gated_delta_rule"}
+OPERATIONS = {
+    "block_attention": "block_attention",
+    "delta_rule": "gated_delta_rule",
+    "flash_attention": "flash_attention",
+}
 
 # What an H200 says of itself.
 TARGET = """

@@ -115,4 +115,16 @@ SPECS = {
         (4096,) * 8, query_heads=32, kv_heads=8, width=64, int8=True
     ),
     "batch 8, 4k, float32, int8": Spec((4096,) * 8, dtype="float32", int8=True),
+    "8k new": Spec((8192,), new_tokens=8192),
+    "512 new on 32k": Spec((32768,), new_tokens=512),
+    "512 new, unequal": Spec((8192, 512, 3000, 513), new_tokens=512),
+    "512 new on 32k, window 4k": Spec((32768,), new_tokens=512, window=4096, sinks=4),
+    "512 new on 8k, blocks of 16": Spec((8192,), new_tokens=512, block_size=16),
+    "512 new on 8k, blocks of 128, 28 heads of 128": Spec(
+        (8192,), query_heads=28, kv_heads=4, width=128, new_tokens=512, block_size=128
+    ),
+    "512 new on 4k, 32 heads of 64": Spec(
+        (4096,), query_heads=32, kv_heads=8, width=64, new_tokens=512
+    ),
+    "512 new on 4k, float32": Spec((4096,), new_tokens=512, dtype="float32"),
 }

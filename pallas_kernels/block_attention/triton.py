@@ -1,4 +1,4 @@
-"""The Triton implementation for few new tokens: what it takes, and the call of its kernels."""
+"""The Triton implementation: what it takes, and the call of its kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from .._compat import Target, current_target, triton_refusals
 from . import reference
 from .config import Config, heuristic
 from .decode import Parts, attend, combine
+from .prefill import prefill
 from .scales import BlockScales
 from .shape import Shape
 from .specs import BLOCK_SIZES, DTYPES, HEAD_WIDTHS
 
-MOST_ROWS = 64
+# More queries a key/value head are cut into tiles, which has its own kernel.
+MOST_DECODED = 64
 
 
 def refusals(
@@ -42,7 +44,7 @@ def refusals(
         window=window,
         sinks=sinks,
     )
-    _, length, query_heads, width = q.shape
+    width = q.shape[3]
     blocks, kv_heads, block_size, _ = key_blocks.shape
     if width not in HEAD_WIDTHS:
         reasons.append(f"head dim {width} is not one of {_listed(HEAD_WIDTHS)}")
@@ -56,11 +58,6 @@ def refusals(
             f"dtypes of queries, keys and values ({q.dtype}, {key_blocks.dtype}, "
             f"{value_blocks.dtype}) are not all the same one of {_listed(DTYPES)}, nor such "
             "queries and int8 keys and values with scales"
-        )
-    if length * query_heads > MOST_ROWS * kv_heads:
-        reasons.append(
-            f"{length} new tokens x {query_heads // kv_heads} query heads a key/value head are "
-            f"more than {MOST_ROWS} rows"
         )
     if blocks * kv_heads * block_size >= 2**31:
         reasons.append(f"the pool has {blocks * kv_heads * block_size} rows, 2^31 or more")
@@ -79,7 +76,10 @@ def block_attention(
     sinks: int,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See `api.block_attention`; `config` is the heuristic's if None."""
+    """See `api.block_attention`; `config`, for few new tokens, is the heuristic's if None."""
+    if q.shape[1] * q.shape[2] > MOST_DECODED * key_blocks.shape[1]:
+        arrays = (q, key_blocks, value_blocks, block_table, positions, scales)
+        return prefill(*arrays, window=window, sinks=sinks)
     if config is None:
         config = heuristic(current_target(), q, key_blocks, block_table)
     batch, length, query_heads, width = q.shape

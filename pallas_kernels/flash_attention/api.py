@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..dispatch import REFERENCE, Implementation, Operation
-from . import reference
+from . import cudnn, reference, triton
 
 OPERATION = Operation(
     "flash_attention",
-    {REFERENCE: Implementation(reference.flash_attention, reference.refusals)},
+    {
+        "triton": Implementation(triton.flash_attention, triton.refusals),
+        "cudnn": Implementation(cudnn.flash_attention, cudnn.refusals),
+        REFERENCE: Implementation(reference.flash_attention, reference.refusals),
+    },
 )
 
 
@@ -17,27 +21,34 @@ def flash_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
+    cu_seqlens: Int[Array, " C1"] | None = None,
     *,
     window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal softmax attention with grouped queries, scores in float32.
 
-    Query head n reads key/value head n // (N / K). Padding on the right needs no mask: no real
-    token sees it.
+    Query head n reads key/value head n // (N / K). Padding on the right of a row needs no mask, as
+    long as it is finite: no real token sees it. Sequences of unequal length can be packed into one
+    row instead, one after the other.
 
     Args:
         q: queries, already rotated; scaled by H^-0.5 here.
         k: keys, already rotated.
         v: values.
+        cu_seqlens: if given, the one row (B = 1) holds C = C1 - 1 packed sequences; sequence i has
+            the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, so that the first number is 0 and
+            none is less than the one before. Sequences may be empty. Tokens behind the last
+            sequence are padding, which may hold anything and whose result is zero.
         window: if given, a query sees its own position and the window - 1 before it.
-        implementation: "reference", or None for the first that takes the call.
+        implementation: "triton", "cudnn" (no packed sequences, no float32), "reference", or None for
+            the first that takes the call.
 
     Returns:
         The attended values in q's dtype.
 
     Raises:
-        ExceptionGroup: no implementation takes the call; it says why.
+        ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
         ValueError: there is no implementation of that name.
     """
-    return OPERATION(q, k, v, window=window, implementation=implementation)
+    return OPERATION(q, k, v, cu_seqlens, window=window, implementation=implementation)

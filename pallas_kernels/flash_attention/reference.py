@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._compat import Target
 
@@ -15,25 +15,49 @@ def flash_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
+    cu_seqlens: Int[Array, " C1"] | None = None,
     *,
     window: int | None,
 ) -> Float[Array, "B T N H"]:
     """See `api.flash_attention`."""
-    _, length, _, _ = q.shape
+    length = q.shape[1]
+    first = jnp.zeros((length,), jnp.int32)
+    if cu_seqlens is not None:
+        first = first_visible(cu_seqlens, length)
+        # Padding sees itself, as zeros.
+        padding = (first == length)[None, :, None, None]
+        q, k, v = (jnp.where(padding, 0, x) for x in (q, k, v))
+        first = jnp.minimum(first, jnp.arange(length, dtype=jnp.int32))
     tiles = [
-        _attend_tile(q[:, start : start + QUERY_TILE], k, v, start, window)
+        _attend_tile(q[:, start : start + QUERY_TILE], k, v, first, start, window)
         for start in range(0, length, QUERY_TILE)
     ]
     return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
 
 
-def refusals(target: Target, q: Any, k: Any, v: Any, *, window: int | None) -> list[str]:
+def first_visible(cu_seqlens: Int[Array, " C1"], length: int) -> Int[Array, " T"]:
+    """The first token of each token's sequence; `length` for padding."""
+    token = jnp.arange(length, dtype=cu_seqlens.dtype)[:, None]
+    first = jnp.max(jnp.where(cu_seqlens <= token, cu_seqlens, -1), axis=1)
+    return jnp.where((first >= 0) & (first < cu_seqlens[-1]), first, length).astype(jnp.int32)
+
+
+def refusals(
+    target: Target, q: Any, k: Any, v: Any, cu_seqlens: Any = None, *, window: int | None
+) -> list[str]:
     """What gives a call no meaning; see `dispatch.Implementation`."""
     reasons = []
     if q.shape[2] % k.shape[2]:
         reasons.append(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
     if window is not None and window < 1:
         reasons.append(f"window is {window}; accepted is a number from 1 on, or None")
+    if cu_seqlens is not None and q.shape[0] != 1:
+        reasons.append(f"there are {q.shape[0]} rows; with cu_seqlens, all sequences are in one")
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2):
+        reasons.append(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)}; it has a number more than there are "
+            "sequences, 2 at least"
+        )
     return reasons
 
 
@@ -41,6 +65,7 @@ def _attend_tile(
     q: Float[Array, "B t N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
+    first: Int[Array, " T"],
     start: int,
     window: int | None,
 ) -> Float[Array, "B t N H"]:
@@ -57,7 +82,7 @@ def _attend_tile(
     )
     query_at = start + jnp.arange(rows)[:, None]
     key_at = jnp.arange(seen)[None, :]
-    visible = key_at <= query_at
+    visible = (key_at <= query_at) & (key_at >= first[start:seen, None])
     if window is not None:
         visible &= key_at > query_at - window
     scores = jnp.where(visible[None, None, None], scores * jnp.float32(width**-0.5), -jnp.inf)

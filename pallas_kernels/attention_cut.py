@@ -1,0 +1,72 @@
+"""How the work of the prefill kernels is cut for a shape and a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ._compat import Target
+
+MOST_SPLITS = 32
+# Rows and tokens a step in float32, by head dim: more would not fit into the registers, since each
+# operand is held as two halves.
+FLOAT32_TILES = {64: (64, 32), 128: (32, 32), 256: (32, 16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the work is cut.
+
+    Attributes:
+        rows: queries a program, a power of two.
+        tile: tokens a step, a power of two.
+        num_warps: warps a program.
+        num_stages: tiles of keys and values in shared memory, the one in use included.
+        splits: programs that share the tokens of one tile of queries.
+        lazy: rescale only when a largest score has grown a lot.
+    """
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+    lazy: bool = False
+
+
+def heuristic(
+    target: Target, q: Any, kv_heads: int, *, most_tile: int = 128, context: int = 0
+) -> Cut:
+    """A cut for these shapes on this device.
+
+    Args:
+        target: the device.
+        q: queries [B, T, N, H].
+        kv_heads: K.
+        most_tile: the longest tile.
+        context: if programs may share the tokens of a tile of queries, how many tokens there may be.
+    """
+    batch, length, heads, width = q.shape
+    queries = length * heads // kv_heads
+    if q.dtype.itemsize > 2:
+        rows, tile = FLOAT32_TILES[width]
+        tile, warps, stages = min(tile, most_tile), 8, 2
+    else:
+        rows, tile = 128, min(64 if width > 128 else 128, most_tile)
+        idle = batch * kv_heads * -(-queries // rows) * 2 <= target.cores
+        if queries <= 64 or (idle and not context):
+            rows = 64
+        while _bytes(rows, tile, 2, width) > target.shared_memory and tile > 32:
+            tile //= 2
+        while _bytes(rows, tile, 2, width) > target.shared_memory and rows > 16:
+            rows //= 2
+        stages = 3 if _bytes(rows, tile, 3, width) <= target.shared_memory else 2
+        warps = 8 if rows > 64 else 4
+    programs = batch * kv_heads * -(-queries // rows)
+    splits = max(1, min(target.cores // programs, context // tile, MOST_SPLITS))
+    return Cut(rows, tile, warps, stages, splits)
+
+
+def _bytes(rows: int, tile: int, stages: int, width: int) -> int:
+    """Shared memory of queries and of the tiles under way, in 16 bits a value."""
+    return 2 * width * (rows + 2 * stages * tile)

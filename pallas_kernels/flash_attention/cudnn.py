@@ -1,0 +1,62 @@
+"""NVIDIA's fused attention, through JAX's public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from .._compat import Target
+from . import reference
+
+DTYPES = ("bfloat16", "float16")
+
+
+def refusals(
+    target: Target, q: Any, k: Any, v: Any, cu_seqlens: Any = None, *, window: int | None
+) -> list[str]:
+    """Why cuDNN does not take a call; see `dispatch.Implementation`."""
+    reasons = reference.refusals(target, q, k, v, cu_seqlens, window=window)
+    if target.platform != "gpu":
+        reasons.append(f"it needs a GPU, and the call is for {target.platform}")
+    elif target.capability < (8, 0):
+        reasons.append(
+            "it needs an NVIDIA GPU of compute capability 8.0 or later, and the call is for "
+            f"{target.kind}"
+        )
+    if cu_seqlens is not None:
+        reasons.append("it takes no packed sequences")
+    dtypes = {str(x.dtype) for x in (q, k, v)}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        reasons.append(
+            f"dtypes of queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) are not all the "
+            f"same one of {', '.join(DTYPES)}"
+        )
+    width, most = q.shape[3], 256 if target.capability >= (9, 0) else 128
+    if width > most or width % 8:
+        reasons.append(
+            f"head dim {width} is not a multiple of 8 up to {most}, which is what it takes on "
+            f"{target.kind}"
+        )
+    return reasons
+
+
+def flash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    cu_seqlens: None = None,
+    *,
+    window: int | None,
+) -> Float[Array, "B T N H"]:
+    """See `api.flash_attention`."""
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        # JAX counts the tokens before the query, without its own.
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
