@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 # Each has `specs.SPECS`: by name, objects with `arguments()` (shapes and dtypes) and `settings()`.
 OPERATIONS = {
+    "attention_inputs": "attention_inputs",
     "block_attention": "block_attention",
     "delta_rule": "gated_delta_rule",
     "flash_attention": "flash_attention",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target
-from .scales import BlockScales
+from .scales import BlockScales, scales_refusals
 
 KEYS_PER_TILE = 512
 
@@ -98,30 +98,6 @@ def refusals(
     if sinks < 0 or (sinks and window is None):
         reasons.append(f"sinks is {sinks}; accepted is 0, or a larger number beside a window")
     return reasons + scales_refusals(q, key_blocks, value_blocks, scales)
-
-
-def scales_refusals(q: Any, key_blocks: Any, value_blocks: Any, scales: Any) -> list[str]:
-    """Why pools and scales do not fit each other."""
-    pools = {"keys": str(key_blocks.dtype), "values": str(value_blocks.dtype)}
-    coded = scales is not None
-    reasons = [
-        f"{name} are {dtype} {'beside scales' if coded else 'without scales'}; accepted are int8 "
-        "with scales, or a float dtype without"
-        for name, dtype in pools.items()
-        if (dtype == "int8") != coded
-    ]
-    if coded:
-        *rows, width = key_blocks.shape
-        accepted = {
-            "key_scale": (tuple(rows), "float32"),
-            "value_scale": (tuple(rows), "float32"),
-            "key_base": ((*rows[:2], width), str(q.dtype)),
-        }
-        for name, array in scales._asdict().items():
-            found = (tuple(array.shape), str(array.dtype))
-            if found != accepted[name]:
-                reasons.append(f"{name} is {found}; accepted is {accepted[name]}")
-    return reasons
 
 
 def _scores(

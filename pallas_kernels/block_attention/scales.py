@@ -41,3 +41,27 @@ def quantise(x: Float[Array, "*r H"]) -> tuple[Int8[Array, "*r H"], Float[Array,
     steps = x * jnp.expand_dims(inverse, -1)
     codes = jnp.clip(jnp.floor(steps + 0.5), -LARGEST_CODE, LARGEST_CODE)
     return codes.astype(jnp.int8), scale
+
+
+def scales_refusals(unquantised: Any, key_blocks: Any, value_blocks: Any, scales: Any) -> list[str]:
+    """Why pools and scales do not fit each other, or not the dtype of what is not quantised."""
+    pools = {"keys": str(key_blocks.dtype), "values": str(value_blocks.dtype)}
+    coded = scales is not None
+    reasons = [
+        f"{name} are {dtype} {'beside scales' if coded else 'without scales'}; accepted are int8 "
+        "with scales, or a float dtype without"
+        for name, dtype in pools.items()
+        if (dtype == "int8") != coded
+    ]
+    if coded:
+        *rows, width = key_blocks.shape
+        accepted = {
+            "key_scale": (tuple(rows), "float32"),
+            "value_scale": (tuple(rows), "float32"),
+            "key_base": ((*rows[:2], width), str(unquantised.dtype)),
+        }
+        for name, array in scales._asdict().items():
+            found = (tuple(array.shape), str(array.dtype))
+            if found != accepted[name]:
+                reasons.append(f"{name} is {found}; accepted is {accepted[name]}")
+    return reasons
