@@ -131,10 +131,16 @@ def layer_kinds(config: QwenConfig) -> dict[str, int]:
     return dict(Counter(f"{mixer} + {feed}" for mixer, feed in kinds))
 
 
-def kv_bytes_per_token(config: QwenConfig) -> int:
-    """Bytes of keys and values that each token of context keeps, all attention layers together."""
-    one, two = (_cache_parts(config, 1, tokens, block_size=1)["kv"] for tokens in (1, 2))
-    return two - one
+def kv_bytes_per_token(config: QwenConfig, kv_cache_dtype: str | None = None) -> int:
+    """Bytes of keys and values that each token of context keeps, all attention layers together.
+
+    Those of int8, with their scales, are rounded to whole bytes.
+    """
+    one, two = (
+        _cache_parts(config, 1, blocks * BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)["kv"]
+        for blocks in (1, 2)
+    )
+    return (two - one) // BLOCK_SIZE
 
 
 def state_bytes_per_sequence(config: QwenConfig) -> int:
@@ -152,12 +158,17 @@ def conv_bytes_per_sequence(config: QwenConfig) -> int:
     return _cache_parts(config, 1, 1)["conv"]
 
 
-def cache_bytes(config: QwenConfig, batch_size: int, max_length: int) -> int:
-    """Bytes of `init_cache(config, batch_size, max_length)`."""
-    return sum(_cache_parts(config, batch_size, max_length).values())
+def cache_bytes(
+    config: QwenConfig, batch_size: int, max_length: int, kv_cache_dtype: str | None = None
+) -> int:
+    """Bytes of `init_cache` with these arguments."""
+    parts = _cache_parts(config, batch_size, max_length, kv_cache_dtype=kv_cache_dtype)
+    return sum(parts.values())
 
 
-def largest_context(config: QwenConfig, memory: int, batch_size: int = 1) -> int:
+def largest_context(
+    config: QwenConfig, memory: int, batch_size: int = 1, kv_cache_dtype: str | None = None
+) -> int:
     """Most tokens, prompt and generation together, for which weights and cache fit.
 
     Working memory is not counted, nor is the length that the model was made for a limit here.
@@ -166,25 +177,28 @@ def largest_context(config: QwenConfig, memory: int, batch_size: int = 1) -> int
         config: the model; its dtype counts.
         memory: bytes.
         batch_size: sequences of this length at a time.
+        kv_cache_dtype: of the cache, as in `init_cache`.
 
     Returns:
         Tokens of each sequence; 0 if not even the weights and one block each fit.
     """
-    smallest = weight_bytes(config) + cache_bytes(config, batch_size, BLOCK_SIZE)
+    one, two = (
+        cache_bytes(config, batch_size, blocks * BLOCK_SIZE, kv_cache_dtype) for blocks in (1, 2)
+    )
+    smallest = weight_bytes(config) + one
     if memory < smallest:
         return 0
     # The cache grows by the same amount with each block of every sequence.
-    one, two = (cache_bytes(config, batch_size, blocks * BLOCK_SIZE) for blocks in (1, 2))
     return (1 + (memory - smallest) // (two - one)) * BLOCK_SIZE
 
 
 def _cache_parts(
-    config: QwenConfig, batch_size: int, max_length: int, **options: int
+    config: QwenConfig, batch_size: int, max_length: int, kv_cache_dtype: str | None = None
 ) -> dict[str, int]:
     """Bytes of a cache by what they hold."""
 
     def parts() -> dict[str, list[Array]]:
-        cache = init_cache(config, batch_size, max_length, **options)
+        cache = init_cache(config, batch_size, max_length, kv_cache_dtype=kv_cache_dtype)
         blocks = [layer for layer in cache.layers if isinstance(layer, KVBlocks)]
         states = [layer for layer in cache.layers if isinstance(layer, RecurrentState)]
         return {

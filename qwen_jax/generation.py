@@ -1,13 +1,13 @@
 """Text in, text out: `generate` and `stream_generate` over the functions of `qwen_jax.decode`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .cache import init_cache
+from .cache import Cache, check_kv_cache_dtype, init_cache
 from .compile_time import running_time
 from .decode import (
     SamplingOptions,
@@ -60,6 +60,7 @@ def stream_generate(
     ignore_eos: bool = False,
     max_model_len: int | None = None,
     prefill_chunk_size: int = CHUNK_SIZE,
+    kv_cache_dtype: str | None = None,
 ) -> Iterator[GenerationResult]:
     """Generate, yielding one piece a token of each row.
 
@@ -74,6 +75,8 @@ def stream_generate(
         ignore_eos: go on through the model's end tokens.
         max_model_len: most tokens of prompt and generation together; the model's own limit if None.
         prefill_chunk_size: most prompt tokens a row in one forward pass.
+        kv_cache_dtype: "int8" keeps keys and values in about half the memory, slightly less exact;
+            None keeps them in the model's dtype.
 
     Raises:
         RequestError: a prompt, option or limit outside what is accepted; before any work on the
@@ -84,16 +87,25 @@ def stream_generate(
     longest = max(len(row) for row in ids)
     max_tokens = _check_limits(model, longest, max_tokens, max_model_len)
     _check_whole("prefill_chunk_size", prefill_chunk_size, 1)
+    check_kv_cache_dtype(kv_cache_dtype)
     params = _sampling_rows(sampling, len(ids))
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     if stops and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; this model folder has none")
     rows = [Transcript(i, len(row), tokenizer, stops) for i, row in enumerate(ids)]
-    return _run(model, ids, rows, params, max_tokens, tokenizer, ignore_eos, prefill_chunk_size)
+    length = _cache_length(longest + max_tokens)
+
+    def empty_cache() -> Cache:
+        return init_cache(model.config, len(ids), length, kv_cache_dtype=kv_cache_dtype)
+
+    return _run(
+        model, empty_cache, ids, rows, params, max_tokens, tokenizer, ignore_eos, prefill_chunk_size
+    )
 
 
 def _run(
     model: CausalLM,
+    empty_cache: Callable[[], Cache],
     ids: list[list[int]],
     rows: list[Transcript],
     params: list[SamplingOptions],
@@ -106,8 +118,7 @@ def _run(
         for row in rows:
             yield row.piece("", [], [], "length")
         return
-    length = _cache_length(max(len(row) for row in ids) + max_tokens)
-    cache = init_cache(model.config, len(ids), length)
+    cache = empty_cache()
     begin = running_time()
     logits, cache = prefill_prompts(model, cache, ids, chunk_size=chunk_size)
     state = start(

@@ -1,7 +1,7 @@
 """The preallocated cache: blocks of keys and values, and the state of recurrent layers."""
 
-from .blocks import BlockTable, KVBlocks, allocate, append
-from .cache import Cache, LayerCache, fork, init_cache, release
+from .blocks import BlockTable, KVBlocks, allocate
+from .cache import Cache, LayerCache, check_kv_cache_dtype, fork, init_cache, release
 from .recurrent import RecurrentState, empty_recurrent
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "LayerCache",
     "RecurrentState",
     "allocate",
-    "append",
+    "check_kv_cache_dtype",
     "empty_recurrent",
     "fork",
     "init_cache",

@@ -1,14 +1,16 @@
 """Blocks of keys and values, and the table that says which blocks hold which sequence.
 
-Block 0 is scratch: it belongs to nobody, padding is written to it, and an unused table entry points
-at it. All functions are pure and work under jit. Blocks are counted by reference, so sequences may
-share them; a block is free when the last sequence that holds it lets go.
+Block 0 is scratch: it belongs to nobody, and an unused table entry points at it. All functions are
+pure and work under jit. Blocks are counted by reference, so sequences may share them; a block is
+free when the last sequence that holds it lets go.
 """
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.block_attention import BlockScales
 
 from ..pytree import pytree
 
@@ -40,15 +42,18 @@ class BlockTable:
 
 @pytree
 class KVBlocks:
-    """The pool of one attention layer.
+    """The pool of one attention layer; `pallas_kernels.attention_inputs` writes new tokens to it.
 
     Attributes:
-        key: [P, K, Z, H], rotated keys; the tokens of one block and head are contiguous.
-        value: [P, K, Z, H].
+        key: [P, K, Z, H], rotated keys; the tokens of one block and head are contiguous. In the
+            model's dtype, or int8 codes.
+        value: [P, K, Z, H], likewise.
+        scales: what the codes stand for; None unless int8.
     """
 
     key: Array
     value: Array
+    scales: BlockScales | None = None
 
 
 def empty_blocks(batch: int, blocks_per_sequence: int, num_blocks: int) -> BlockTable:
@@ -61,6 +66,19 @@ def empty_blocks(batch: int, blocks_per_sequence: int, num_blocks: int) -> Block
         num_free=jnp.asarray(num_blocks - 1, jnp.int32),
         overflow=jnp.zeros((batch,), jnp.bool_),
     )
+
+
+def empty_pool(shape: tuple[int, int, int, int], dtype: str, *, int8: bool) -> KVBlocks:
+    """A pool [P, K, Z, H] of zeros, in this dtype or as int8 codes of it."""
+    if not int8:
+        return KVBlocks(jnp.zeros(shape, jnp.dtype(dtype)), jnp.zeros(shape, jnp.dtype(dtype)))
+    blocks, heads, _, width = shape
+    scales = BlockScales(
+        jnp.zeros(shape[:3], jnp.float32),
+        jnp.zeros(shape[:3], jnp.float32),
+        jnp.zeros((blocks, heads, width), jnp.dtype(dtype)),
+    )
+    return KVBlocks(jnp.zeros(shape, jnp.int8), jnp.zeros(shape, jnp.int8), scales)
 
 
 def allocate(blocks: BlockTable, new_tokens: Int[Array, " B"], block_size: int) -> BlockTable:
@@ -106,32 +124,6 @@ def _hand_out(
     depth = jnp.where(new, before[:, None] + entry, 0)
     block = blocks.free.at[blocks.num_free - 1 - depth].get(mode="clip")
     return jnp.where(new, block, blocks.table), jnp.where(new, block, blocks.free.shape[0])
-
-
-def append(
-    kv: KVBlocks,
-    table: Int[Array, "B W"],
-    positions: Int[Array, "B T"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
-) -> KVBlocks:
-    """Write new keys and values at their positions.
-
-    Padding (negative positions) goes to the scratch block. A position beyond the table, or a block
-    number outside the pool, writes nothing.
-    """
-    block_size = kv.key.shape[2]
-    real = positions >= 0
-    entry = jnp.where(real, positions // block_size, 0)
-    block = jnp.take_along_axis(table, entry, axis=1, mode="fill", fill_value=-1)
-    block = jnp.where(real, block, SCRATCH)
-    offset = jnp.where(real, positions % block_size, 0)
-
-    def write(pool: Array, new: Array) -> Array:
-        at = pool.at[block, :, offset]
-        return at.set(new.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
-
-    return KVBlocks(write(kv.key, key), write(kv.value, value))
 
 
 def count_references(

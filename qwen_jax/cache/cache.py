@@ -3,18 +3,28 @@
 import dataclasses
 from numbers import Integral
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
-from .blocks import SCRATCH, BlockTable, KVBlocks, count_references, drop_rows, empty_blocks
+from .blocks import (
+    SCRATCH,
+    BlockTable,
+    KVBlocks,
+    count_references,
+    drop_rows,
+    empty_blocks,
+    empty_pool,
+)
 from .recurrent import RecurrentState, copy_rows, empty_recurrent
 
 LayerCache = KVBlocks | RecurrentState
 
 BLOCK_SIZE = 64
+INT8 = "int8"
 
 
 @pytree
@@ -51,20 +61,24 @@ def init_cache(
     *,
     block_size: int = BLOCK_SIZE,
     num_blocks: int | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> Cache:
     """An empty cache.
 
     Args:
-        config: the model's; keys and values take its dtype.
+        config: the model's.
         batch_size: rows, B.
         max_length: most tokens, prompt and generation together, of one sequence.
         block_size: tokens a block, Z.
         num_blocks: blocks in the pool that sequences share; enough for every row at `max_length`
             if None. One scratch block comes on top.
+        kv_cache_dtype: "int8" keeps keys and values as int8 codes with a scale a token and head, in
+            about half the memory; None keeps them in the model's dtype.
 
     Raises:
-        RequestError: a size that is not a whole number, or below 1.
+        RequestError: a size that is not a whole number, or below 1, or another `kv_cache_dtype`.
     """
+    check_kv_cache_dtype(kv_cache_dtype)
     per_sequence = -(-max_length // block_size) if block_size > 0 else 0
     num_blocks = batch_size * per_sequence if num_blocks is None else num_blocks
     sizes = {
@@ -83,14 +97,21 @@ def init_cache(
     def layer(kind: str) -> LayerCache:
         if kind == "linear_attention":
             return empty_recurrent(config, batch_size)
-        dtype = jnp.dtype(config.dtype)
-        return KVBlocks(jnp.zeros(pool, dtype), jnp.zeros(pool, dtype))
+        return empty_pool(pool, config.dtype, int8=kv_cache_dtype == INT8)
 
     return Cache(
         empty_blocks(batch_size, per_sequence, num_blocks + 1),
         tuple(layer(kind) for kind in config.layer_types),
         block_size,
     )
+
+
+def check_kv_cache_dtype(value: str | None) -> None:
+    """Raise `RequestError` unless `init_cache` takes this `kv_cache_dtype`."""
+    if value not in (None, INT8):
+        raise RequestError(
+            f"kv_cache_dtype is {value!r}; accepted are {INT8!r}, and None for the model's own"
+        )
 
 
 def release(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
@@ -136,8 +157,8 @@ def fork(cache: Cache, source: Int[Array, " B"]) -> Cache:
     def layer(entry: LayerCache) -> LayerCache:
         if isinstance(entry, RecurrentState):
             return copy_rows(entry, source)
-        key = entry.key.at[copy].set(entry.key[last])
-        return KVBlocks(key, entry.value.at[copy].set(entry.value[last]))
+        # With int8, a copied block takes its scales and its base along.
+        return jax.tree.map(lambda pool: pool.at[copy].set(pool[last]), entry)
 
     layers = tuple(layer(entry) for entry in cache.layers)
     return dataclasses.replace(cache, blocks=blocks, layers=layers)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from .bench_request import BenchRequest
 from .console import Notes, accept_any_text, write_json
-from .options import DType, Kernels, MaybeWhole, Switch, Text, Whole
+from .options import DType, Kernels, KVCacheDType, MaybeWhole, Switch, Text, Whole, own_if_auto
 
 
 def bench(
@@ -25,6 +25,7 @@ def bench(
     prefill_chunk_size: Whole = 512,
     dtype: DType | None = None,
     implementation: Kernels | None = None,
+    kv_cache_dtype: KVCacheDType = "auto",
     json: Switch = False,
     quiet: Annotated[bool, Parameter(negative="", alias="-q")] = False,
 ) -> None:
@@ -45,6 +46,8 @@ def bench(
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
         implementation: run every operation so, or fail: triton (GPU kernels) or reference (plain
             JAX); by default each call runs on the first that takes it.
+        kv_cache_dtype: int8 keeps keys and values as int8 codes; auto (the default) in the model's
+            dtype.
         json: write one JSON object, fit to be kept.
         quiet: write nothing to standard error but errors and warnings.
     """
@@ -62,6 +65,7 @@ def bench(
         prefill_chunk_size=prefill_chunk_size,
         dtype=dtype,
         implementation=implementation,
+        kv_cache_dtype=own_if_auto(kv_cache_dtype),
     )
     from .report import as_text, run_bench
 

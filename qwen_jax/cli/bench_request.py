@@ -25,6 +25,7 @@ class BenchRequest:
         dtype: of weights and activations; the model's own if None, float32 on a CPU.
         implementation: "triton" or "reference" for every operation, or None for the first that
             takes each call.
+        kv_cache_dtype: "int8", or None for keys and values in the model's dtype.
 
     Raises:
         RequestError: a value outside its range.
@@ -42,6 +43,7 @@ class BenchRequest:
     prefill_chunk_size: int = 512
     dtype: str | None = None
     implementation: str | None = None
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         smallest = {"prompt_tokens": 1, "generation_tokens": 2, "batch_size": 1, "num_trials": 1}

@@ -49,7 +49,7 @@ def chat(
         model: a model folder, demo, or the id of a model on the Hub (organisation/name).
         revision: branch, tag or commit of a Hub model; the main branch by default.
         template: what the chat template is given.
-        limits: how long a reply is.
+        limits: how long a reply is, and in how much memory.
         sampling: how to choose tokens.
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
         implementation: run every operation so, or fail: triton (GPU kernels) or reference (plain
@@ -74,7 +74,7 @@ class Conversation:
     Attributes:
         folder: the model's folder.
         template: what the chat template is given.
-        limits: how long a reply may be.
+        limits: how long a reply may be, and in how much memory.
         sampling: how to choose tokens.
         notes: told of compilation and rates.
         model: None until the weights are read.
@@ -118,7 +118,7 @@ class Conversation:
         most = 1 if self.limits.max_tokens is None else min(self.limits.max_tokens, 1)
         shapes, prompt = CausalLM(self.folder.config), self.prompt("Hello")
         stream_generate(shapes, self.folder.tokenizer, prompt, **self._arguments(most))
-        self.folder.refuse_early(1)
+        self.folder.refuse_early(1, self.limits.cache_dtype)
 
     def _arguments(self, max_tokens: int | None) -> dict[str, Any]:
         return {"max_tokens": max_tokens, "sampling": self.sampling, **self.limits.arguments()}
@@ -184,7 +184,8 @@ class Conversation:
         asked = DEFAULT_MAX_TOKENS if self.limits.max_tokens is None else self.limits.max_tokens
         most = min(asked, context - prompt_tokens)
         tokens = prompt_tokens + max(most, 1)
-        refuse_unless_fits(cache_bytes(config, 1, tokens), f"a cache of {tokens} tokens")
+        needed = cache_bytes(config, 1, tokens, self.limits.cache_dtype)
+        refuse_unless_fits(needed, f"a cache of {tokens} tokens")
         return most
 
     def _report(self, last: GenerationResult | None, stopped: bool) -> None:

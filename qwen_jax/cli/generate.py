@@ -47,7 +47,7 @@ def generate(
         prompt_ids: the prompt as token ids, separated by commas or spaces.
         chat: make the prompt a user's message in the model's chat template.
         template: for --chat.
-        limits: how long.
+        limits: how long, and in how much memory.
         sampling: how to choose tokens.
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
         implementation: run every operation so, or fail: triton (GPU kernels) or reference (plain
@@ -117,7 +117,8 @@ class _Request:
         )
         new = self.arguments["max_tokens"]
         new = DEFAULT_MAX_TOKENS if new is None else new
-        self.folder.refuse_early(max(1, self._prompt_length() + new))
+        tokens = max(1, self._prompt_length() + new)
+        self.folder.refuse_early(tokens, self.arguments["kv_cache_dtype"])
 
     def _prompt_length(self) -> int:
         if isinstance(self.prompt, list) or self.folder.tokenizer is None:

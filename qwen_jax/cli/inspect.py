@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CheckpointError, RequestError
 from .console import accept_any_text, scaled, size, table, write_json
-from .options import DType, Kernels, Switch, Text, Whole
+from .options import DType, Kernels, KVCacheDType, Switch, Text, Whole, own_if_auto
 from .shape import Shape, find_shape, parse_size
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def inspect(
     kernels: Switch = False,
     device: Literal["h200"] | None = None,
     implementation: Kernels | None = None,
+    kv_cache_dtype: KVCacheDType = "auto",
     json: Switch = False,
 ) -> None:
     """Say what a model is and what it costs, without loading it.
@@ -40,6 +41,7 @@ def inspect(
         kernels: say what runs each operation of a prefill and a decode step, and why not others.
         device: for --kernels, the device that they would run on; this machine's by default.
         implementation: for --kernels, the one that every operation is asked for.
+        kv_cache_dtype: count keys and values as int8; auto (the default) in the model's dtype.
         json: write one JSON object.
     """
     accept_any_text()
@@ -54,15 +56,16 @@ def inspect(
         files, config = _holdings(shape.folder, config, fetched=shape.fetched)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
+    kv_dtype = own_if_auto(kv_cache_dtype)
     report = {
         "model": model,
         "config": config.to_hf(),
-        "cost": _cost(config),
-        "fit": None if budget is None else _fit(config, budget, batch_size),
+        "cost": _cost(config, kv_dtype),
+        "fit": None if budget is None else _fit(config, budget, batch_size, kv_dtype),
         "folder": files,
     }
     if kernels:
-        report["kernels"] = _kernels(config, batch_size, device, implementation)
+        report["kernels"] = _kernels(config, batch_size, kv_dtype, device, implementation)
     if json:
         write_json(report)
     else:
@@ -70,15 +73,19 @@ def inspect(
 
 
 def _kernels(
-    config: QwenConfig, batch_size: int, device: str | None, implementation: str | None
+    config: QwenConfig,
+    batch_size: int,
+    kv_cache_dtype: str | None,
+    device: str | None,
+    implementation: str | None,
 ) -> dict[str, Any]:
     from .kernels import kernels
 
     config = dataclasses.replace(config, implementation=implementation)
-    return kernels(config, batch_size, device)
+    return kernels(config, batch_size, kv_cache_dtype, device)
 
 
-def _cost(config: QwenConfig) -> dict[str, Any]:
+def _cost(config: QwenConfig, kv_cache_dtype: str | None) -> dict[str, Any]:
     from .. import accounting
 
     flops = accounting.flops_per_token(config)
@@ -91,7 +98,8 @@ def _cost(config: QwenConfig) -> dict[str, Any]:
         "flops_per_token_of_context": accounting.flops_per_token(config, 1) - flops,
         "weight_bytes_per_token": accounting.weight_bytes_per_token(config),
         "bytes_per_token": accounting.bytes_per_token(config),
-        "kv_bytes_per_token": accounting.kv_bytes_per_token(config),
+        "kv_cache_dtype": kv_cache_dtype or config.dtype,
+        "kv_bytes_per_token": accounting.kv_bytes_per_token(config, kv_cache_dtype),
         "state_bytes_per_sequence": {
             "delta": accounting.delta_bytes_per_sequence(config),
             "conv": accounting.conv_bytes_per_sequence(config),
@@ -99,13 +107,15 @@ def _cost(config: QwenConfig) -> dict[str, Any]:
     }
 
 
-def _fit(config: QwenConfig, memory: int, batch_size: int) -> dict[str, int]:
+def _fit(
+    config: QwenConfig, memory: int, batch_size: int, kv_cache_dtype: str | None
+) -> dict[str, int]:
     from .. import accounting
 
     return {
         "memory_bytes": memory,
         "batch_size": batch_size,
-        "context": accounting.largest_context(config, memory, batch_size),
+        "context": accounting.largest_context(config, memory, batch_size, kv_cache_dtype),
         "max_position_embeddings": config.max_position_embeddings,
     }
 
@@ -193,7 +203,7 @@ def _cost_rows(cost: dict[str, Any]) -> dict[str, str]:
         "bytes a token": f"{size(cost['bytes_per_token'])} at batch 1 "
         f"({size(cost['weight_bytes_per_token'])} of weights), "
         f"and {size(cost['kv_bytes_per_token'])} for each token before it",
-        "KV cache": f"{cost['kv_bytes_per_token']:,} B a token",
+        "KV cache": f"{cost['kv_bytes_per_token']:,} B a token in {cost['kv_cache_dtype']}",
         "recurrent state": f"{recurrent:,} B a sequence "
         f"(delta {state['delta']:,}, convolution {state['conv']:,})",
     }

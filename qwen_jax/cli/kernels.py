@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels._compat import H200, Target, current_target, targeting
 from pallas_kernels.dispatch import Call, recording
 
-from ..cache import init_cache
+from ..cache import Cache, init_cache
 from ..decode import decode_step, prefill
 from ..decode.prompt import CHUNK_SIZE
 from ..model import CausalLM
@@ -23,12 +23,15 @@ CONTEXT = 4096
 DEVICES = {"h200": H200}
 
 
-def kernels(config: QwenConfig, batch_size: int, device: str | None) -> dict[str, Any]:
+def kernels(
+    config: QwenConfig, batch_size: int, kv_cache_dtype: str | None, device: str | None
+) -> dict[str, Any]:
     """The operations of one prefill of a chunk and one decode step, traced on shapes alone.
 
     Args:
         config: the model's.
         batch_size: sequences.
+        kv_cache_dtype: see `init_cache`.
         device: "h200" for what would run there, or None for this machine's device.
 
     Returns:
@@ -37,22 +40,26 @@ def kernels(config: QwenConfig, batch_size: int, device: str | None) -> dict[str
         takes has the implementation None, and ends its phase.
     """
     target = current_target() if device is None else DEVICES[device]
+    cache = jax.eval_shape(
+        lambda: init_cache(config, batch_size, CONTEXT, kv_cache_dtype=kv_cache_dtype)
+    )
     return {
         "device": target.kind,
         "phases": {
-            "prefill": _calls(config, batch_size, CHUNK_SIZE, target),
-            "decode": _calls(config, batch_size, 1, target),
+            "prefill": _calls(config, cache, batch_size, CHUNK_SIZE, target),
+            "decode": _calls(config, cache, batch_size, 1, target),
         },
     }
 
 
-def _calls(config: QwenConfig, batch: int, tokens: int, target: Target) -> list[dict[str, Any]]:
+def _calls(
+    config: QwenConfig, cache: Cache, batch: int, tokens: int, target: Target
+) -> list[dict[str, Any]]:
     def step(model: CausalLM, cache: Any, ids: jax.Array) -> Any:
         if tokens == 1:
             return decode_step(model, cache, ids[:, 0])
         return prefill(model, cache, ids, jnp.full((batch,), tokens, jnp.int32))
 
-    cache = jax.eval_shape(lambda: init_cache(config, batch, CONTEXT))
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     with targeting(target), recording() as calls:
         try:

@@ -94,11 +94,12 @@ class ModelFolder:
             )
         return options
 
-    def refuse_early(self, tokens: int) -> None:
+    def refuse_early(self, tokens: int, kv_cache_dtype: str | None = None) -> None:
         """Raise what loading would raise, with room for a cache, before the weights are read.
 
         Args:
             tokens: prompt and output that the cache must hold.
+            kv_cache_dtype: of the cache, as in `init_cache`.
 
         Raises:
             CheckpointError: the weights are missing, damaged, quantised, or another model's.
@@ -110,7 +111,7 @@ class ModelFolder:
         from ..memory import refuse_unless_fits
 
         config = plan_load(open_folder(self.path), self.config).config
-        needed = weight_bytes(config) + cache_bytes(config, 1, tokens)
+        needed = weight_bytes(config) + cache_bytes(config, 1, tokens, kv_cache_dtype)
         what = f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens"
         refuse_unless_fits(needed, what)
 

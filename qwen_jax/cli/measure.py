@@ -69,7 +69,8 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
     """
     shape = find_shape(request.model, request.revision, weights=not request.dummy)
     config = _configuration(shape, request, note)
-    weights, cache = weight_bytes(config), cache_bytes(config, request.batch_size, request.length)
+    weights = weight_bytes(config)
+    cache = cache_bytes(config, request.batch_size, request.length, request.kv_cache_dtype)
     needed = weights + max(cache, _working_bytes(config) if request.dummy else 0)
     refuse_unless_fits(
         needed, f"{request.model} in {config.dtype} with a cache of {cache / 1e9:.2f} GB"
@@ -195,7 +196,12 @@ class _Bench:
     def _begin(self, samples: Samples) -> tuple[DecodeState, Cache]:
         request = self._request
         cache = jax.block_until_ready(
-            init_cache(self._model.config, request.batch_size, request.length)
+            init_cache(
+                self._model.config,
+                request.batch_size,
+                request.length,
+                kv_cache_dtype=request.kv_cache_dtype,
+            )
         )
         begin = time.perf_counter()
         logits, cache = prefill_prompts(

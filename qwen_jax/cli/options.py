@@ -31,6 +31,7 @@ Texts = Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)]
 Switch = Annotated[bool, Parameter(negative="")]
 DType = Literal["float32", "bfloat16"]
 Kernels = Literal["triton", "reference"]
+KVCacheDType = Literal["auto", "int8"]
 
 _ONLY_DRAWN = ("top_k", "top_p", "min_p", "seed")
 
@@ -80,7 +81,7 @@ class SamplingFlags:
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitFlags:
-    """How long.
+    """How long, and in how much memory.
 
     Attributes:
         max_tokens: most new tokens.
@@ -89,6 +90,8 @@ class LimitFlags:
             with it.
         ignore_eos: go on through the model's end tokens.
         stop: end where this text would come; may be repeated.
+        kv_cache_dtype: int8 keeps keys and values in about half the memory, slightly less exact;
+            auto (the default) keeps them in the model's dtype.
     """
 
     max_tokens: Annotated[MaybeWhole, Parameter(alias="--max-new-tokens")] = None
@@ -96,6 +99,12 @@ class LimitFlags:
     prefill_chunk_size: MaybeWhole = None
     ignore_eos: Switch = False
     stop: Texts = ()
+    kv_cache_dtype: KVCacheDType = "auto"
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """The `kv_cache_dtype` of `init_cache`."""
+        return own_if_auto(self.kv_cache_dtype)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of `stream_generate` but for `max_tokens`."""
@@ -103,6 +112,7 @@ class LimitFlags:
             "ignore_eos": self.ignore_eos,
             "stop": self.stop,
             "max_model_len": self.max_model_len,
+            "kv_cache_dtype": self.cache_dtype,
         }
         if self.prefill_chunk_size is not None:
             values["prefill_chunk_size"] = self.prefill_chunk_size
@@ -155,6 +165,11 @@ class TemplateFlags:
             raise RequestError(
                 f"{names}: only the chat template reads this; add --chat, or leave it out"
             )
+
+
+def own_if_auto(dtype: KVCacheDType) -> str | None:
+    """A flag as the `kv_cache_dtype` of `init_cache`."""
+    return None if dtype == "auto" else dtype
 
 
 def flag(name: str) -> str:

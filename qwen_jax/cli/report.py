@@ -45,7 +45,8 @@ def as_text(result: dict[str, Any]) -> str:
         "loop": _times(figures["loop_seconds_per_token"], figures["decode_tokens_per_second"])
         + ", all steps in one call",
         "weights": size(figures["weight_bytes"]),
-        "cache": size(figures["cache_bytes"]),
+        "cache": f"{size(figures['cache_bytes'])}, "
+        f"keys and values in {request['kv_cache_dtype'] or model['dtype']}",
         "peak memory": size(figures["peak_memory_bytes"]),
         "compilation": f"{figures['compile_seconds']:.1f} s",
         "versions": ", ".join(f"{name} {version}" for name, version in result["versions"].items()),

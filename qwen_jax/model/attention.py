@@ -1,18 +1,19 @@
 """Full or sliding attention with grouped queries; q/k norms and output gate as the family has."""
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.attention_inputs import attention_inputs
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.flash_attention import flash_attention
 
-from ..cache import KVBlocks, append
+from ..cache import KVBlocks
 from ..config import QwenConfig
 from .chunk import Chunk
 from .layers import Linear, RMSNorm
-from .rope import rotate
 
 
 class Attention(nnx.Module):
@@ -52,39 +53,57 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], cache: KVBlocks | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], KVBlocks | None]:
         batch, length, _ = x.shape
-        q, gate = self._queries(x)
+        q = self.q_proj(x).reshape(batch, length, self.heads, -1)
         k = self.k_proj(x).reshape(batch, length, self.kv_heads, self.head_dim)
         v = self.v_proj(x).reshape(batch, length, self.kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, chunk.rotary), rotate(k, chunk.rotary)
+        mixed, cache = self._mix(q, k, v, cache, chunk)
+        if self.gated:
+            mixed = mixed * jax.nn.sigmoid(q[..., self.head_dim :])
+        return self.o_proj(mixed.reshape(batch, length, self.heads * self.head_dim)), cache
 
+    def _mix(
+        self,
+        q: Float[Array, "B T N G"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: KVBlocks | None,
+        chunk: Chunk,
+    ) -> tuple[Float[Array, "B T N H"], KVBlocks | None]:
+        """What attention reads, and attention; G is H, or 2 H where heads hold their gate too."""
+        projected = (q, k, v, chunk.rotary.cos, chunk.rotary.sin, *self._norm_weights())
+        settings = self._settings()
         if cache is None or chunk.block_table is None:
-            mixed = flash_attention(q, k, v, window=self.window, implementation=self.implementation)
-        else:
-            cache = append(cache, chunk.block_table, chunk.positions, k, v)
-            mixed = block_attention(
-                q,
-                cache.key,
-                cache.value,
-                chunk.block_table,
-                chunk.positions,
+            new = attention_inputs(*projected, **settings)
+            mixed = flash_attention(
+                new.q,
+                new.key,
+                new.value,
                 window=self.window,
                 implementation=self.implementation,
             )
-        mixed = mixed.reshape(batch, length, self.heads * self.head_dim)
-        if gate is not None:
-            mixed = mixed * jax.nn.sigmoid(gate)
-        return self.o_proj(mixed), cache
+            return mixed, cache
+        table, positions = chunk.block_table, chunk.positions
+        pools = (cache.key, cache.value, table, positions, cache.scales)
+        new = attention_inputs(*projected, *pools, **settings)
+        mixed = block_attention(
+            new.q,
+            new.key,
+            new.value,
+            table,
+            positions,
+            new.scales,
+            window=self.window,
+            implementation=self.implementation,
+        )
+        return mixed, KVBlocks(new.key, new.value, new.scales)
 
-    def _queries(
-        self, x: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T NH"] | None]:
-        """Queries, and the output gate if q_proj holds one: [query | gate] rows, head by head."""
-        batch, length, _ = x.shape
-        projected = self.q_proj(x)
-        if not self.gated:
-            return projected.reshape(batch, length, self.heads, self.head_dim), None
-        projected = projected.reshape(batch, length, self.heads, 2 * self.head_dim)
-        q, gate = jnp.split(projected, 2, axis=-1)
-        return q, gate.reshape(batch, length, self.heads * self.head_dim)
+    def _norm_weights(self) -> tuple[Array | None, Array | None]:
+        if self.q_norm is None or self.k_norm is None:
+            return None, None
+        return self.q_norm.weight[...], self.k_norm.weight[...]
+
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"implementation": self.implementation}
+        if self.q_norm is not None:
+            settings |= {"eps": self.q_norm.eps, "zero_centred": self.q_norm.zero_centred}
+        return settings

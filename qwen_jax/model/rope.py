@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies with their scaling, tables, and the rotation.
+"""Rotary position embedding: frequencies with their scaling, and tables of angles.
 
 Su et al., "RoFormer" (arXiv 2104.09864); YaRN: Peng et al. (arXiv 2309.00071). Text has three equal
 position rows, so the multi-axis form of qwen3_5 (`mrope_section`) is the ordinary one here.
@@ -27,17 +27,6 @@ def rotary(config: QwenConfig, positions: Int[Array, "B T"]) -> Rotary:
     frequencies, scale = inverse_frequencies(config.rope_parameters, config.rotary_dim)
     angles = jnp.maximum(positions, 0).astype(jnp.float32)[..., None] * frequencies[None, None, :]
     return Rotary(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
-
-
-def rotate(x: Float[Array, "B T N H"], tables: Rotary) -> Float[Array, "B T N H"]:
-    """Rotate the first R dimensions of each head, pairing i with i + R/2; the rest pass through."""
-    half = tables.cos.shape[-1]
-    cos, sin = tables.cos[:, :, None, :], tables.sin[:, :, None, :]
-    wide = x[..., : 2 * half].astype(jnp.float32)
-    first, second = jnp.split(wide, 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    turned = [part.astype(x.dtype) for part in turned]
-    return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)
 
 
 def inverse_frequencies(rope: RopeParameters, width: int) -> tuple[np.ndarray, float]:

@@ -37,13 +37,13 @@ class Case:
 
 
 SMALL = Spec(1, 1, 2, 1, 64, 24, block_size=16, columns=5, dtype="float32")
-BORDERS = (0, 1, 15, 16, 17, 63, 64, 80)
+BORDERS = (0, 1, 15, 16, 17, 63, 64, 80, 2**31 - 1)
 CASES = {
-    "one token": Case(SMALL, BORDERS, (1, 1, 1, 1, 0, 1, 1, 1), ((3, 1, 2**31 - 1), (6, 4, -1))),
+    "one token": Case(SMALL, BORDERS, (1, 1, 1, 1, 0, 1, 1, 1, 1), ((3, 1, 46), (6, 4, -1))),
     "one token, int8": Case(
         dataclasses.replace(SMALL, cache="int8", norm="plain", kv_heads=2, gated=False),
         BORDERS,
-        (1, 1, 1, 1, 0, 1, 1, 1),
+        (1, 1, 1, 1, 0, 1, 1, 1, 1),
         ((3, 1, 2**31 - 1), (6, 4, -1)),
     ),
     "chunks": Case(

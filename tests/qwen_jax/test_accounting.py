@@ -80,6 +80,9 @@ def test_bytes_of_35b_a3b(a3b):
     read = 2_946_429_568 * BF16 + kept * (F32 - BF16) + row
     assert accounting.weight_bytes_per_token(a3b) == read
     assert accounting.kv_bytes_per_token(a3b) == 20_480
+    # Codes, two scales, and a share of the block's base, for 2 heads in 10 layers.
+    coded = 10 * 2 * (2 * 256 + 2 * F32) + 10 * 2 * 256 * BF16 // 64
+    assert accounting.kv_bytes_per_token(a3b, "int8") == coded == 10_560
     assert accounting.delta_bytes_per_sequence(a3b) == 15_728_640 * F32
     assert accounting.conv_bytes_per_sequence(a3b) == 30 * 8192 * 4 * BF16
     state = 15_728_640 * F32 + 30 * 8192 * 4 * BF16
@@ -133,11 +136,12 @@ def test_layer_kinds(a3b):
     }
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 64), (3, 65), (2, 1000)])
-def test_cache_bytes_are_those_of_a_real_cache(demo_path, batch, length):
+def test_cache_bytes_are_those_of_a_real_cache(demo_path, batch, length, dtype):
     config = QwenConfig.from_hf(demo_path)
-    real = nbytes(init_cache(config, batch, length))
-    assert accounting.cache_bytes(config, batch, length) == real
+    real = nbytes(init_cache(config, batch, length, kv_cache_dtype=dtype))
+    assert accounting.cache_bytes(config, batch, length, dtype) == real
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen_jax.cache import KVBlocks, allocate, append, fork, init_cache, release
+from qwen_jax.cache import allocate, fork, init_cache, release
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
 
@@ -170,35 +170,6 @@ def test_more_tokens_than_an_integer_holds_overflow(config):
     after = run(blocks, jnp.array([2**31 - 1, 1], jnp.int32), 4)
     assert np.asarray(after.overflow).tolist() == [True, False]
     assert int(after.num_free) == 7
-
-
-@pytest.mark.parametrize(
-    ("block", "position"),
-    [(9, 0), (2**31 - 1, 0), (-1, 0), (1, 16), (1, 2**31 - 1)],
-    ids=["block P", "huge block", "block -1", "behind the table", "huge position"],
-)
-def test_writes_outside_pool_or_table_are_dropped(block, position):
-    pool = jnp.arange(9 * 2 * 4 * 3, dtype=jnp.float32).reshape(9, 2, 4, 3)
-    table = jnp.full((1, 4), block, jnp.int32)
-    new = jnp.full((1, 1, 2, 3), -1.0)
-    after = jax.jit(append)(
-        KVBlocks(pool, pool), table, jnp.full((1, 1), position, jnp.int32), new, new
-    )
-    np.testing.assert_array_equal(after.key, pool)
-    np.testing.assert_array_equal(after.value, pool)
-
-
-def test_padding_is_written_to_the_scratch_block_alone():
-    pool = jnp.zeros((5, 2, 4, 3), jnp.bfloat16)
-    table = jnp.array([[3, 4], [0, 0]], jnp.int32)
-    positions = jnp.array([[4, -1, -7], [-1, -(2**31), -4]], jnp.int32)
-    new = jnp.ones((2, 3, 2, 3))
-    after = jax.jit(append)(KVBlocks(pool, pool), table, positions, new, 2 * new)
-    assert after.key.dtype == jnp.bfloat16
-    for written, value in ((after.key, 1), (after.value, 2)):
-        live = np.zeros((5, 2, 4, 3))
-        live[4, :, 0] = value
-        np.testing.assert_array_equal(np.asarray(written, np.float32)[1:], live[1:])
 
 
 def test_operations_write_to_the_donated_cache_and_copy_no_pool(config, operations):

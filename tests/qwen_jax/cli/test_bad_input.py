@@ -43,6 +43,7 @@ def refused(outcome, code: int, *words: str) -> None:
         (("--max-model-len", "0"), ["max_model_len is 0"]),
         (("--max-model-len", "4", "--max-tokens", "1"), ["4 tokens", "context is 4"]),
         (("--prefill-chunk-size", "0"), ["prefill_chunk_size is 0"]),
+        (("--kv-cache-dtype", "fp8"), ["fp8", "auto", "int8"]),
         (("--stop", ""), ["stop string is empty"]),
         (("--stop", "\udcff"), ["stop string", "U+DCFF"]),
         (("--dtype", "float16"), ["float16", "float32", "bfloat16"]),

@@ -19,7 +19,7 @@ from qwen_jax.errors import RequestError
 ROOT = Path(__file__).parents[3]
 SMALL = (
     "--prompt-tokens", "20", "--generation-tokens", "5", "--batch-size", "2", "--num-trials", "2",
-    "--prefill-chunk-size", "16",
+    "--prefill-chunk-size", "16", "--kv-cache-dtype", "int8",
 )  # fmt: skip
 
 
@@ -51,7 +51,9 @@ def test_result_is_fit_to_be_kept(run, tiny):
     assert figures["peak_memory_bytes"] > 0
     assert figures["model"]["weights"] == "loaded"
     assert "compiled in" in outcome.err and "trial 2 of 2" in outcome.err
-    check_table(as_text(result), "1 layers, float32, loaded weights")
+    text = as_text(result)
+    check_table(text, "1 layers, float32, loaded weights")
+    assert "keys and values in int8" in text
 
 
 def check_table(text: str, weights: str) -> None:

@@ -37,6 +37,16 @@ def test_text_goes_to_stdout_and_all_else_to_stderr(run, tiny):
     assert peak.startswith("Peak memory: ") and peak.endswith(" GB")
 
 
+def test_int8_cache_is_used(run, tiny):
+    arguments = ("--prompt", PROMPT, "--max-tokens", "8", "--json", "--logprobs", "-q")
+    outcome = run("generate", tiny, *arguments, "--kv-cache-dtype", "int8")
+    assert (outcome.code, outcome.err) == (0, "")
+    found = json.loads(outcome.out)["logprobs"]
+    exact = generated(tiny, PROMPT, max_tokens=8).logprobs
+    assert found == pytest.approx(exact, abs=0.05)
+    assert found != pytest.approx(exact, abs=1e-5)
+
+
 def test_quiet_writes_nothing_to_stderr(run, tiny):
     outcome = run("generate", tiny, "--prompt", PROMPT, "--max-tokens", "8", "--quiet")
     assert outcome.err == ""

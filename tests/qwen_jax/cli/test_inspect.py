@@ -58,6 +58,14 @@ def test_dtype_changes_the_bytes(run):
     assert wide["weight_bytes"] == 4 * 34_660_610_688
 
 
+def test_int8_halves_the_bytes_of_keys_and_values(run):
+    report = inspected(run, "qwen3.6-35b-a3b", "--kv-cache-dtype", "int8", "--memory", "80GB")
+    assert report["cost"]["kv_bytes_per_token"] == 10_560
+    assert report["fit"]["context"] > 1.9 * 518_144
+    text = run("inspect", "qwen3.6-35b-a3b", "--kv-cache-dtype", "int8").out
+    assert "10,560 B a token in int8" in text
+
+
 def test_folder(run, tiny):
     report = inspected(run, tiny)
     assert report["folder"] == {
