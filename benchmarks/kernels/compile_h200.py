@@ -29,12 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 # Each has `specs.SPECS`: by name, objects with `arguments()` (shapes and dtypes) and `settings()`.
-OPERATIONS = {
-    "attention_inputs": "attention_inputs",
-    "block_attention": "block_attention",
-    "delta_rule": "gated_delta_rule",
-    "flash_attention": "flash_attention",
-}
+OPERATIONS = ("attention_inputs", "block_attention", "delta_rule", "flash_attention", "rms_norm")
 
 # What an H200 says of itself.
 TARGET = """
@@ -92,8 +87,8 @@ def main() -> int:
 
 def cases(only: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """Name, function and arguments of each case whose name holds `only`."""
-    for operation, function in OPERATIONS.items():
-        run = getattr(importlib.import_module(f"pallas_kernels.{operation}"), function)
+    for operation in OPERATIONS:
+        run = importlib.import_module(f"pallas_kernels.{operation}.api").OPERATION
         specs = importlib.import_module(f"pallas_kernels.{operation}.specs").SPECS
         for name, spec in specs.items():
             label = f"{operation}: {name}"

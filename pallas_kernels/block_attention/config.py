@@ -8,6 +8,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from .._compat import Target
+from ..tuning import tuned
 
 MOST_SPLITS = 128
 TILE_BYTES = 64 * 1024
@@ -36,6 +37,8 @@ class Config:
 
 def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Config:
     """A configuration for these shapes on this device."""
+    if (entry := tuned("block_attention", target, _key(q, key_blocks, block_table))) is not None:
+        return Config(**entry)
     batch, length, query_heads, width = q.shape
     _, kv_heads, block_size, _ = key_blocks.shape
     rows = rows_for(length * query_heads // kv_heads)
@@ -58,6 +61,17 @@ def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Conf
         programs,
         1 << (splits.bit_length() - 1),
         8 if wide or rows > 32 else 4,
+    )
+
+
+def _key(q: Any, key_blocks: Any, block_table: Any) -> str:
+    """What entries of `tuning_data` are found by; room is the tokens that the table has."""
+    batch, length, query_heads, width = q.shape
+    _, kv_heads, block_size, _ = key_blocks.shape
+    room = block_table.shape[1] * block_size
+    return (
+        f"batch={batch} new={length} heads={query_heads}/{kv_heads} width={width} "
+        f"block={block_size} room={room} {key_blocks.dtype}"
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from .._compat import Target
+from ..tuning import tuned
 from .rule import CHUNK
 
 SCRATCH_BYTES = 72 * 1024
@@ -41,6 +42,8 @@ class PassConfig:
 
 def decode_config(target: Target, delta_state: Any) -> DecodeConfig:
     """For these shapes on this device."""
+    if (entry := tuned("delta_rule decode", target, _key(delta_state))) is not None:
+        return DecodeConfig(**entry)
     batch, heads, _, width = delta_state.shape
     # Wider tiles repeat less of the convolution, narrower ones fill more multiprocessors.
     crowded = batch * heads * width // 64 >= 4 * target.cores
@@ -49,6 +52,8 @@ def decode_config(target: Target, delta_state: Any) -> DecodeConfig:
 
 def pass_config(target: Target, delta_state: Any) -> PassConfig:
     """For these shapes on this device."""
+    if (entry := tuned("delta_rule pass", target, _key(delta_state))) is not None:
+        return PassConfig(**entry)
     batch, heads, key_width, width = delta_state.shape
     tile = 32 if batch * heads * width // 32 > target.cores // 2 else 16
     # Queries, keys twice, two matrices of the chunk, values; and the operands of the products.
@@ -56,3 +61,9 @@ def pass_config(target: Target, delta_state: Any) -> PassConfig:
     if ahead <= target.shared_memory:
         return PassConfig(min(width, tile), 4, 2)
     return PassConfig(min(width, 16), 4, 1)
+
+
+def _key(delta_state: Any) -> str:
+    """What entries of `tuning_data` are found by."""
+    batch, heads, key_width, width = delta_state.shape
+    return f"batch={batch} heads={heads} widths={key_width}x{width}"

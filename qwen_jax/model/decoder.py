@@ -33,8 +33,11 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: QwenConfig, layer: int):
         norm = {"eps": config.rms_norm_eps, "zero_centred": config.zero_centred_norm}
-        self.input_layernorm = RMSNorm(config.hidden_size, config.dtype, **norm)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.dtype, **norm)
+        width, dtype = config.hidden_size, config.dtype
+        self.input_layernorm = RMSNorm(width, dtype, result=dtype, **norm)
+        # The router reads float32.
+        result = "float32" if config.is_sparse(layer) else dtype
+        self.post_attention_layernorm = RMSNorm(width, dtype, result=result, **norm)
         if config.layer_types[layer] == "linear_attention":
             self.linear_attn = GatedDeltaNet(config)
         else:
@@ -43,15 +46,15 @@ class DecoderLayer(nnx.Module):
             self.mlp = SparseMoE(config, layer)
         else:
             hidden = config.width("intermediate_size", layer)
-            self.mlp = MLP(config.hidden_size, hidden, config.dtype)
+            self.mlp = MLP(width, hidden, dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
         """The layer's output, its cache with the new tokens, its routing (None if dense)."""
         mixed, cache = self.mix(self.input_layernorm(x), cache, chunk)
-        x = x + mixed.astype(x.dtype)
-        fed, routing = self.feed(self.post_attention_layernorm(x), mixed, chunk)
+        x, normal = self.post_attention_layernorm.after_adding(x, mixed)
+        fed, routing = self.feed(normal, mixed, chunk)
         return x + fed.astype(x.dtype), cache, routing
 
     def mix(self, x: Array, cache: Any, chunk: Chunk) -> tuple[Array, Any]:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+
 
 def parameter(shape: tuple[int, ...], dtype: str) -> nnx.Param:
     """A parameter that knows its shape and dtype but holds no array yet."""
@@ -46,20 +48,33 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32, rounded once to x's dtype.
+    """Root-mean-square norm over the last axis, in float32, rounded once.
 
     Two kinds: zero-centred, times 1 + w (qwen3_next, qwen3_5*); and plain, times w (the others).
+    The result has the dtype `result`, or that of x if none is named.
     """
 
-    def __init__(self, width: int, dtype: str, *, eps: float, zero_centred: bool):
+    def __init__(
+        self, width: int, dtype: str, *, eps: float, zero_centred: bool, result: str | None = None
+    ):
         self.weight = parameter((width,), dtype)
         self.eps = eps
         self.zero_centred = zero_centred
+        self.result = result
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        weight = self.weight[...].astype(jnp.float32)
-        scale = 1.0 + weight if self.zero_centred else weight
-        return (normalise(x, self.eps) * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+        return rms_norm(
+            x, self.weight[...], eps=self.eps, zero_centred=self.zero_centred, dtype=self.result
+        )
+
+    def after_adding(
+        self, x: Float[Array, "... D"], y: Float[Array, "... D"]
+    ) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
+        """X + y in x's dtype, and its norm."""
+        normal, total = add_rms_norm(
+            x, y, self.weight[...], eps=self.eps, zero_centred=self.zero_centred, dtype=self.result
+        )
+        return total, normal
 
 
 class GatedRMSNorm(nnx.Module):
@@ -75,15 +90,9 @@ class GatedRMSNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "... R"], gate: Float[Array, "... R"]
     ) -> Float[Array, "... R"]:
-        normal = normalise(x, self.eps).astype(x.dtype).astype(jnp.float32)
-        weighted = normal * jnp.broadcast_to(self.weight[...], x.shape)
-        return (weighted * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
-
-
-def normalise(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """X / sqrt(mean(x^2) + eps) over the last axis, float32."""
-    wide = x.astype(jnp.float32)
-    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        # XLA joins it with the projection that makes the gate: a kernel would be one launch more.
+        weight = self.weight[...]
+        return gated_rms_norm(x, gate, weight, eps=self.eps, implementation="reference")
 
 
 class MLP(nnx.Module):

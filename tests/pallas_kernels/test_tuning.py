@@ -1,0 +1,98 @@
+"""The measured configurations: every entry has a meaning, and calls find it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pallas_kernels import block_attention, delta_rule, rms_norm, tuning
+from pallas_kernels._compat import H200, Target
+
+
+@dataclasses.dataclass
+class Kernel:
+    """A kernel with measured configurations.
+
+    Attributes:
+        operation: its package.
+        kind: class of its configurations.
+        configuration: (target, the call's arrays) -> what the kernel would run with.
+    """
+
+    operation: ModuleType
+    kind: type
+    configuration: Callable[..., Any]
+
+    def keys(self, monkeypatch, specs) -> list[str]:
+        """The keys that calls ask for."""
+        asked = []
+        with monkeypatch.context() as patch:
+            patch.setattr(self.operation.config, "tuned", lambda *call: asked.append(call[2]))
+            for spec in specs:
+                self.configuration(H200, *spec.arguments())
+        return asked
+
+
+KERNELS = {
+    "block_attention": Kernel(
+        block_attention,
+        block_attention.config.Config,
+        lambda target, q, keys, _, table, *rest: block_attention.config.heuristic(
+            target, q, keys, table
+        ),
+    ),
+    "delta_rule decode": Kernel(
+        delta_rule,
+        delta_rule.config.DecodeConfig,
+        lambda target, *arrays: delta_rule.config.decode_config(target, arrays[7]),
+    ),
+    "delta_rule pass": Kernel(
+        delta_rule,
+        delta_rule.config.PassConfig,
+        lambda target, *arrays: delta_rule.config.pass_config(target, arrays[7]),
+    ),
+    "rms_norm": Kernel(
+        rms_norm,
+        rms_norm.config.Config,
+        lambda target, x, *rest: rms_norm.config.config_for(target, x),
+    ),
+}
+ENTRIES = [
+    (path.stem, kernel, key, fields)
+    for path in sorted((Path(tuning.__file__).parent / "tuning_data").glob("*.json"))
+    for kernel, shapes in json.loads(path.read_text()).items()
+    for key, fields in shapes.items()
+]
+
+
+@pytest.mark.parametrize(("device", "name", "key", "fields"), ENTRIES)
+def test_entries_are_configurations_of_shapes_in_the_specs(monkeypatch, device, name, key, fields):
+    assert device == device.lower().replace(" ", "-")
+    kernel = KERNELS[name]
+    kernel.kind(**fields)
+    assert key in kernel.keys(monkeypatch, kernel.operation.specs.SPECS.values())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_calls_use_the_entry_of_their_shape(monkeypatch, name):
+    kernel = KERNELS[name]
+    spec = next(iter(kernel.operation.specs.SPECS.values()))
+    (key,) = kernel.keys(monkeypatch, [spec])
+    entry = {field.name: 1024 for field in dataclasses.fields(kernel.kind)}
+    monkeypatch.setattr(tuning, "table", lambda kind: {name: {key: entry}})
+    assert kernel.configuration(H200, *spec.arguments()) == kernel.kind(**entry)
+
+
+def test_measured_entries_are_found_and_others_are_not():
+    key = "batch=1 heads=32 widths=128x128"
+    entry = {"tile": 32, "num_warps": 4, "num_stages": 2}
+    assert tuning.tuned("delta_rule pass", H200, key) == entry
+    assert tuning.tuned("delta_rule pass", H200, "batch=3 heads=32 widths=128x128") is None
+    assert tuning.tuned("no kernel", H200, key) is None
+    assert tuning.tuned("delta_rule pass", Target("gpu", "NVIDIA A100", 108, (8, 0)), key) is None
