@@ -47,6 +47,7 @@ class Attention(nnx.Module):
             config.dtype,
             eps=config.rms_norm_eps,
             zero_centred=config.zero_centred_norm,
+            implementation=config.implementation,
         )
 
     def __call__(

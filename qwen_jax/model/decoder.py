@@ -32,7 +32,11 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(self, config: QwenConfig, layer: int):
-        norm = {"eps": config.rms_norm_eps, "zero_centred": config.zero_centred_norm}
+        norm: dict[str, Any] = {
+            "eps": config.rms_norm_eps,
+            "zero_centred": config.zero_centred_norm,
+            "implementation": config.implementation,
+        }
         width, dtype = config.hidden_size, config.dtype
         self.input_layernorm = RMSNorm(width, dtype, result=dtype, **norm)
         # The router reads float32.
@@ -98,7 +102,11 @@ class CausalLM(nnx.Module):
         self.embed_tokens = Embedding(config.vocab_size, width, config.dtype)
         self.layers = nnx.List([DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(
-            width, config.dtype, eps=config.rms_norm_eps, zero_centred=config.zero_centred_norm
+            width,
+            config.dtype,
+            eps=config.rms_norm_eps,
+            zero_centred=config.zero_centred_norm,
+            implementation=config.implementation,
         )
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(width, config.vocab_size, config.dtype)

@@ -33,7 +33,11 @@ class GatedDeltaNet(nnx.Module):
         self.conv1d = ShortConvolution(config.conv_dim, config.linear_conv_kernel_dim, dtype)
         self.A_log = parameter((heads,), "float32")
         self.dt_bias = parameter((heads,), "float32")
-        self.norm = GatedRMSNorm(config.linear_value_head_dim, eps=config.rms_norm_eps)
+        self.norm = GatedRMSNorm(
+            config.linear_value_head_dim,
+            eps=config.rms_norm_eps,
+            implementation=config.implementation,
+        )
         self.out_proj = Linear(config.value_dim, width, dtype)
 
     def __call__(

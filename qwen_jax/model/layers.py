@@ -4,6 +4,8 @@ A fresh module holds shapes only (`jax.ShapeDtypeStruct`), so a model of any siz
 memory. `initialise` fills it with random weights, `qwen_jax.load` with trained ones.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -55,26 +57,38 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(
-        self, width: int, dtype: str, *, eps: float, zero_centred: bool, result: str | None = None
+        self,
+        width: int,
+        dtype: str,
+        *,
+        eps: float,
+        zero_centred: bool,
+        implementation: str | None,
+        result: str | None = None,
     ):
         self.weight = parameter((width,), dtype)
         self.eps = eps
         self.zero_centred = zero_centred
+        self.implementation = implementation
         self.result = result
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return rms_norm(
-            x, self.weight[...], eps=self.eps, zero_centred=self.zero_centred, dtype=self.result
-        )
+        return rms_norm(x, self.weight[...], **self._settings())
 
     def after_adding(
         self, x: Float[Array, "... D"], y: Float[Array, "... D"]
     ) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
         """X + y in x's dtype, and its norm."""
-        normal, total = add_rms_norm(
-            x, y, self.weight[...], eps=self.eps, zero_centred=self.zero_centred, dtype=self.result
-        )
+        normal, total = add_rms_norm(x, y, self.weight[...], **self._settings())
         return total, normal
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "eps": self.eps,
+            "zero_centred": self.zero_centred,
+            "dtype": self.result,
+            "implementation": self.implementation,
+        }
 
 
 class GatedRMSNorm(nnx.Module):
@@ -83,16 +97,17 @@ class GatedRMSNorm(nnx.Module):
     Its weight stays float32.
     """
 
-    def __init__(self, width: int, *, eps: float):
+    def __init__(self, width: int, *, eps: float, implementation: str | None):
         self.weight = parameter((width,), "float32")
         self.eps = eps
+        # XLA joins it with the projection that makes the gate: a kernel would be one launch more.
+        self.implementation = implementation or "reference"
 
     def __call__(
         self, x: Float[Array, "... R"], gate: Float[Array, "... R"]
     ) -> Float[Array, "... R"]:
-        # XLA joins it with the projection that makes the gate: a kernel would be one launch more.
         weight = self.weight[...]
-        return gated_rms_norm(x, gate, weight, eps=self.eps, implementation="reference")
+        return gated_rms_norm(x, gate, weight, eps=self.eps, implementation=self.implementation)
 
 
 class MLP(nnx.Module):
