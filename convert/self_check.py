@@ -73,6 +73,7 @@ def _check_head(config: QwenConfig, weights: _Weights, x: jax.Array) -> str | No
         config.dtype,
         eps=config.rms_norm_eps,
         zero_centred=config.zero_centred_norm,
+        implementation=config.implementation,
     )
     hidden = np.asarray(weights.fill(norm, "norm.", lambda nbytes: None)(x))
     fault = _fault("the final norm", hidden, weights.suspects("norm."))
