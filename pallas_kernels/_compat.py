@@ -131,7 +131,7 @@ def dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
 
 
 def multiply_add(a: Float[Array, "m n"], b: float, c: Float[Array, "m #n"]) -> Float[Array, "m n"]:
-    """a * b + c inside a kernel, in one instruction, which the Triton backend makes of no sum."""
+    """A * b + c inside a kernel, in one instruction, which the Triton backend makes of no sum."""
     c = jnp.broadcast_to(c, a.shape)
     if current_target().platform == INTERPRETER:
         return a * b + c

@@ -44,7 +44,7 @@ def heuristic(
         q: queries [B, T, N, H].
         kv_heads: K.
         most_tile: the longest tile.
-        context: if programs may share the tokens of a tile of queries, how many tokens there may be.
+        context: where programs may share the tokens of a tile of queries, the most there may be.
     """
     batch, length, heads, width = q.shape
     queries = length * heads // kv_heads

@@ -41,3 +41,24 @@ def decode_bar(expected: np.ndarray, dtype: str) -> float:
     """
     own = {"bfloat16": 1e-2, "float32": 1e-5}[dtype]
     return own + relative_error(expected.astype(jnp.dtype(dtype)), expected)
+
+
+def token_error(value: object, expected: np.ndarray) -> float:
+    """Greatest difference, as a share of the root mean square of what is expected for its token.
+
+    The first tokens of a sequence average over little, so their attended values are far larger than
+    those of the others. Where zero is expected, nothing else is accepted.
+
+    Args:
+        value: one [N, H] a token.
+        expected: likewise, in float64.
+    """
+    difference = np.abs(np.asarray(value).astype(np.float64) - expected).max(axis=(-2, -1))
+    size = np.sqrt(np.mean(np.square(expected), axis=(-2, -1)))
+    return float(np.max(difference / np.maximum(size, 1e-30)))
+
+
+def prefill_bar(expected: np.ndarray, dtype: str) -> float:
+    """Greatest acceptable `token_error`; the rounding of the result comes on top."""
+    own = {"bfloat16": 1e-2, "float32": 1e-4}[dtype]
+    return own + token_error(expected.astype(jnp.dtype(dtype)), expected)

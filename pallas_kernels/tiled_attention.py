@@ -1,7 +1,7 @@
 """Attention of a tile of query rows over tiles of keys, inside a Triton kernel.
 
 The prefill kernels share it; they differ in where the tokens of a tile lie. The query heads of one
-key/value head are rows of one matrix product, so that a tile of keys is loaded once for all of them.
+key/value head are rows of one matrix product, so that a tile of keys is loaded once for all.
 
 Letters of this file: R rows of a program, S tokens of a tile.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ._compat import dot, multiply_add
 from .attention_cut import Cut
@@ -198,10 +198,11 @@ class _Span(NamedTuple):
 
 def load_rows(
     ref: Any, place: Int[Array, " r"], wanted: Bool[Array, " r"] | None
-) -> Float[Array, "r H"]:
+) -> Shaped[Array, "r H"]:
     """Rows of a matrix; zero where not wanted, if something is said about that."""
     row, column, wanted = _grid(place, wanted, ref.shape[1])
-    return plt.load(ref.at[row, column], mask=wanted, other=None if wanted is None else 0.0)
+    other = None if wanted is None else jnp.zeros((), ref.dtype)
+    return plt.load(ref.at[row, column], mask=wanted, other=other)
 
 
 def store_rows(

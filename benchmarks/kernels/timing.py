@@ -17,7 +17,11 @@ COPY_BYTES = 1 << 32
 
 
 def seconds_per_call(
-    function: Callable[[Any, Any, Any], Any], carry: Any, inputs: Sequence[Any], shared: Any
+    function: Callable[[Any, Any, Any], Any],
+    carry: Any,
+    inputs: Sequence[Any],
+    shared: Any,
+    calls: int = CALLS_A_STEP,
 ) -> float:
     """Median time of one call, many of them chained in one program.
 
@@ -30,9 +34,11 @@ def seconds_per_call(
         inputs: one a call, taken in turn. Give so many that together they read more than the
             device's L2 cache holds.
         shared: arrays that every call takes.
+        calls: at least this many calls are unrolled in the loop's body; few where they are slow to
+            compile and long to run.
     """
     step = jax.jit(function)
-    turns = list(inputs) * -(-CALLS_A_STEP // len(inputs))
+    turns = list(inputs) * -(-calls // len(inputs))
 
     @jax.jit
     def chain(carry: Any, inputs: Sequence[Any], shared: Any, repeats: jax.Array) -> Any:

@@ -159,7 +159,7 @@ def _joined(
     mixed: Float[Array, "S R H"], largest: Float[Array, "S R 1"], total: Float[Array, "S R 1"]
 ) -> Float[Array, "R H"]:
     """What the programs that share rows found, as one softmax."""
-    weight = jnp.exp2(largest - jnp.max(largest, axis=0))
+    weight = jnp.exp2(largest - jnp.max(largest, axis=0, keepdims=True))
     total = jnp.sum(weight * total, axis=0)
     mixed = jnp.sum(weight * mixed, axis=0)
     return jnp.where(total > 0, mixed / total, 0.0)

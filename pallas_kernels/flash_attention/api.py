@@ -41,8 +41,8 @@ def flash_attention(
             none is less than the one before. Sequences may be empty. Tokens behind the last
             sequence are padding, which may hold anything and whose result is zero.
         window: if given, a query sees its own position and the window - 1 before it.
-        implementation: "triton", "cudnn" (no packed sequences, no float32), "reference", or None for
-            the first that takes the call.
+        implementation: "triton", "cudnn" (no packed sequences, no float32), "reference", or None
+            for the first that takes the call.
 
     Returns:
         The attended values in q's dtype.

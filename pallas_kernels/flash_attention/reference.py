@@ -38,7 +38,8 @@ def flash_attention(
 def first_visible(cu_seqlens: Int[Array, " C1"], length: int) -> Int[Array, " T"]:
     """The first token of each token's sequence; `length` for padding."""
     token = jnp.arange(length, dtype=cu_seqlens.dtype)[:, None]
-    first = jnp.max(jnp.where(cu_seqlens <= token, cu_seqlens, -1), axis=1)
+    starts = cu_seqlens[None, :]
+    first = jnp.max(jnp.where(starts <= token, starts, -1), axis=1)
     return jnp.where((first >= 0) & (first < cu_seqlens[-1]), first, length).astype(jnp.int32)
 
 

@@ -142,7 +142,7 @@ def choose(target=H200, *, pool_dtype=None, pool_rows=None, window=None, sinks=0
         {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
     ],
 )
-def test_decoding_on_a_gpu_takes_the_kernel(changes):
+def test_calls_on_a_gpu_take_the_kernel(changes):
     choice = choose(**changes)
     assert (choice.chosen, choice.refused) == ("triton", {})
 

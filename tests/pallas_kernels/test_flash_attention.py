@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ run = jax.jit(flash_attention, static_argnames="window")
 
 def attention(q, k, v, window=None):
     """Softmax attention of one query after the other."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     batch, length, heads, width = q.shape
     group = heads // k.shape[2]
     result = np.zeros(q.shape)
@@ -76,6 +77,43 @@ def test_bfloat16_is_rounded_to_the_end_only(normal):
     mixed = run(q, k, v)
     assert mixed.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(mixed, np.float32), attention(q, k, v), atol=0.02)
+
+
+def packed_attention(q, k, v, cu_seqlens, window=None):
+    """The formula for each packed sequence; zero at padding."""
+    result = np.zeros(q.shape)
+    for first, stop in itertools.pairwise(cu_seqlens):
+        tokens = slice(first, stop)
+        result[:, tokens] = attention(q[:, tokens], k[:, tokens], v[:, tokens], window)
+    return result
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("lengths", [(1,), (63, 64, 65), (0, 1, 0, 0, 199, 0), (515, 3), (1,) * 5])
+def test_packed_sequences_do_not_see_each_other(normal, lengths, window):
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    length = cu_seqlens[-1] + 6
+    q, k, v = normal(1, length, 4, 8), normal(1, length, 2, 8), normal(1, length, 2, 8)
+    for x in (q, k, v):
+        x[:, cu_seqlens[-1] :] = np.nan
+    mixed = np.asarray(run(q, k, v, cu_seqlens, window=window))
+    expected = packed_attention(q, k, v, cu_seqlens, window)
+    np.testing.assert_allclose(mixed, expected, atol=2e-6)
+    assert not mixed[:, cu_seqlens[-1] :].any()
+
+
+def test_packed_sequences_of_no_token_are_zero(normal):
+    q, k, v = normal(1, 5, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
+    assert not np.asarray(run(q, k, v, np.zeros(3, np.int32))).any()
+
+
+def test_gradient_of_packed_sequences(check_gradient, normal):
+    cu_seqlens = np.array([0, 20, 20, 31], np.int32)
+    check_gradient(
+        lambda q, k, v: flash_attention(q, k, v, jnp.asarray(cu_seqlens)),
+        lambda q, k, v: packed_attention(q, k, v, cu_seqlens),
+        *(normal(1, 33, 4, 8), normal(1, 33, 2, 8), normal(1, 33, 2, 8)),
+    )
 
 
 @pytest.mark.parametrize("window", [None, 7])
