@@ -70,6 +70,7 @@ class Softmax(NamedTuple):
         if visible is not None:
             scores = jnp.where(visible, scores, LOWEST)
         largest = jnp.maximum(self.largest, jnp.max(scores, axis=1))
+        grown = None
         if lazy:
             grown = jnp.max(largest - self.largest) > PATIENCE / scale
             largest = jnp.where(grown, largest, self.largest)
@@ -78,7 +79,7 @@ class Softmax(NamedTuple):
         if visible is not None:
             # In a row that has seen nothing so far, hidden scores are the largest too.
             weights = jnp.where(visible, weights, 0.0)
-        if lazy:
+        if grown is not None:
             mixed = jax.lax.cond(grown, lambda x: x * decay[:, None], lambda x: x, self.mixed)
         else:
             mixed = self.mixed * decay[:, None]
@@ -200,17 +201,17 @@ def load_rows(
     ref: Any, place: Int[Array, " r"], wanted: Bool[Array, " r"] | None
 ) -> Shaped[Array, "r H"]:
     """Rows of a matrix; zero where not wanted, if something is said about that."""
-    row, column, wanted = _grid(place, wanted, ref.shape[1])
+    row, column, mask = _grid(place, wanted, ref.shape[1])
     other = None if wanted is None else jnp.zeros((), ref.dtype)
-    return plt.load(ref.at[row, column], mask=wanted, other=other)
+    return plt.load(ref.at[row, column], mask=mask, other=other)
 
 
 def store_rows(
     ref: Any, place: Int[Array, " r"], wanted: Bool[Array, " r"], values: Float[Array, "r H"]
 ) -> None:
     """Writes the wanted rows of a matrix."""
-    row, column, wanted = _grid(place, wanted, ref.shape[1])
-    plt.store(ref.at[row, column], values.astype(ref.dtype), mask=wanted)
+    row, column, mask = _grid(place, wanted, ref.shape[1])
+    plt.store(ref.at[row, column], values.astype(ref.dtype), mask=mask)
 
 
 def _grid(
