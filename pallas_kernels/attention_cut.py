@@ -23,7 +23,6 @@ class Cut:
         num_warps: warps a program.
         num_stages: tiles of keys and values in shared memory, the one in use included.
         splits: programs that share the tokens of one tile of queries.
-        lazy: rescale only when a largest score has grown a lot.
     """
 
     rows: int
@@ -31,7 +30,6 @@ class Cut:
     num_warps: int
     num_stages: int
     splits: int = 1
-    lazy: bool = False
 
 
 def heuristic(

@@ -64,25 +64,23 @@ class Softmax(NamedTuple):
         scale: float,
         values: Float[Array, "S H"],
         visible: Bool[Array, "R S"] | None,
-        lazy: bool,
     ) -> Softmax:
-        """One more tile; all of it is visible if `visible` is None."""
+        """One more tile; all of it is visible if `visible` is None.
+
+        What was summed is rescaled only when a largest score has grown a lot: weights may be up to
+        2^PATIENCE, which float32 sums bear, and most tiles go without that work.
+        """
         if visible is not None:
             scores = jnp.where(visible, scores, LOWEST)
         largest = jnp.maximum(self.largest, jnp.max(scores, axis=1))
-        grown = None
-        if lazy:
-            grown = jnp.max(largest - self.largest) > PATIENCE / scale
-            largest = jnp.where(grown, largest, self.largest)
+        grown = jnp.max(largest - self.largest) > PATIENCE / scale
+        largest = jnp.where(grown, largest, self.largest)
         decay = jnp.exp2((self.largest - largest) * scale)
         weights = jnp.exp2(multiply_add(scores, scale, (-scale * largest)[:, None]))
         if visible is not None:
             # In a row that has seen nothing so far, hidden scores are the largest too.
             weights = jnp.where(visible, weights, 0.0)
-        if grown is not None:
-            mixed = jax.lax.cond(grown, lambda x: x * decay[:, None], lambda x: x, self.mixed)
-        else:
-            mixed = self.mixed * decay[:, None]
+        mixed = jax.lax.cond(grown, lambda x: x * decay[:, None], lambda x: x, self.mixed)
         return Softmax(
             largest,
             self.total * decay + jnp.sum(weights, axis=1),
@@ -128,7 +126,7 @@ def attend(
 
     def plain(number: Array, state: Softmax) -> Softmax:
         keys, values = load(number, None)
-        return state.add(dot(q, keys.T), scale, values, None, cut.lazy)
+        return state.add(dot(q, keys.T), scale, values, None)
 
     def masked(index: Array, state: Softmax) -> Softmax:
         number = span.masked_tile(index)
@@ -137,7 +135,7 @@ def attend(
         keys, values = load(number, seen & (token <= span.latest))
         visible = (token[None, :] >= sight.first[:, None]) | (token < sinks)[None, :]
         visible &= token[None, :] <= sight.last[:, None]
-        return state.add(dot(q, keys.T), scale, values, visible, cut.lazy)
+        return state.add(dot(q, keys.T), scale, values, visible)
 
     def share(count: Array) -> tuple[Array, Array]:
         return count * split // cut.splits, count * (split + 1) // cut.splits

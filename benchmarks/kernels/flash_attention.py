@@ -47,14 +47,12 @@ CALLS_A_STEP = 4
 FLASH_CASES = ("8k", "32 x 512", "packed, ragged", "8k, 28 heads of 128", "4k, float32")
 BLOCK_CASES = ("8k new", "512 new on 32k", "512 new, unequal")
 
-# Rows, tile, warps, stages, and then some: "lazy", or a number of splits.
-SWEPT: dict[str, list[tuple[Any, ...]]] = {
+# Rows, tile, warps, stages, and a number of splits where it is not 1.
+SWEPT: dict[str, list[tuple[int, ...]]] = {
     "flash: 8k": [
         (128, 64, 8, 2),
-        (128, 64, 8, 2, "lazy"),
         (128, 32, 8, 3),
         (128, 32, 8, 4),
-        (128, 32, 8, 4, "lazy"),
         (64, 64, 4, 2),
         (64, 64, 4, 3),
         (64, 32, 4, 2),
@@ -64,8 +62,6 @@ SWEPT: dict[str, list[tuple[Any, ...]]] = {
     "blocks: 8k new": [
         (128, 64, 8, 2),
         (128, 64, 8, 3),
-        (128, 64, 8, 2, "lazy"),
-        (128, 64, 8, 3, "lazy"),
         (128, 32, 8, 5),
         (128, 32, 8, 7),
         (64, 64, 4, 3),
@@ -84,7 +80,6 @@ SWEPT: dict[str, list[tuple[Any, ...]]] = {
     "flash: 8k, 28 heads of 128": [
         (128, 128, 8, 2),
         (128, 128, 8, 3),
-        (128, 128, 8, 3, "lazy"),
         (128, 64, 8, 2),
         (128, 64, 8, 3),
         (64, 64, 4, 3),
@@ -180,12 +175,11 @@ def measure(inputs: Inputs, run: Callable[..., jax.Array]) -> float:
     return seconds_per_call(call, inputs.arrays[0], [inputs.arrays[1:]], (), calls=CALLS_A_STEP)
 
 
-def sweep(inputs: Inputs, case: Case, cuts: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def sweep(inputs: Inputs, case: Case, cuts: list[tuple[int, ...]]) -> list[dict[str, Any]]:
     """Times of other cuts, the fastest first."""
     rows = []
-    for number, tile, warps, stages, *more in cuts:
-        splits = more[0] if more and more[0] != "lazy" else 1
-        cut = Cut(number, tile, warps, stages, splits, lazy="lazy" in more)
+    for fields in cuts:
+        cut = Cut(*fields)
         try:
             seconds = measure(inputs, functools.partial(case.cut_by, cut=cut))
         except Exception as error:
