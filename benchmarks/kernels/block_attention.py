@@ -3,7 +3,9 @@
     python benchmarks/kernels/block_attention.py [--only PART_OF_A_NAME] [--sweep] [--output FILE]
 
 Each case is compared with a float64 softmax on the host, with NaN in all rows of the pool that hold
-no token, and must give the same bits when run again. Then it is timed with more than 200 MB of keys
+no token, and must give the same bits when run again. Int8 blocks are compared with what their codes
+stand for, and with the keys and values that were rounded, of which one channel is near 200 in all
+keys: there the error's norm counts. Then it is timed with more than 200 MB of keys
 and values in turn. "of copy" is the share of the bandwidth of a 4 GiB copy that the bytes of keys
 and values alone make. With `--sweep`, other ways to cut the work are timed too. Without `--output`,
 the JSON goes into the folder that $OUT names, if it names one. Exits with 1 if a case is wrong.
@@ -30,27 +32,35 @@ import numpy as np
 
 from benchmarks.kernels.timing import copy_bytes_per_second, seconds_per_call
 from pallas_kernels._compat import current_target
-from pallas_kernels.block_attention import block_attention, triton
+from pallas_kernels.block_attention import BlockScales, block_attention, triton
 from pallas_kernels.block_attention.config import Config, heuristic
+from pallas_kernels.block_attention.scales import quantise
 from pallas_kernels.block_attention.specs import SPECS, Spec
-from pallas_kernels.testing import decode_bar, relative_error
+from pallas_kernels.testing import decode_bar, norm_error, relative_error
 from qwen_jax.cli.provenance import provenance
 
 ROTATED_BYTES = 220e6
 REPEATS = 20
 SECONDS = 85
-SWEPT = ("batch 1, 512", "batch 1, 32k", "batch 8, 32k")
+SWEPT = ("batch 1, 512", "batch 1, 32k", "batch 8, 32k", "batch 1, 32k, int8", "batch 8, 32k, int8")
+OUTLIER = 200.0
+INT8_BAR = 2e-2
 
 
 @dataclasses.dataclass
 class Inputs:
-    """The arrays of a case: one pool, and tables that point into it one after the other."""
+    """The arrays of a case: one pool, and tables that point into it one after the other.
+
+    `plain` are keys and values before they were rounded to int8, if they were.
+    """
 
     q: jax.Array
     key_blocks: jax.Array
     value_blocks: jax.Array
     tables: list[jax.Array]
     positions: jax.Array
+    scales: BlockScales | None = None
+    plain: tuple[jax.Array, jax.Array] | None = None
 
     @classmethod
     def of(cls, spec: Spec) -> Inputs:
@@ -72,32 +82,53 @@ class Inputs:
         shape = (len(live), spec.kv_heads, size, spec.width)
 
         @jax.jit
-        def pool(key: jax.Array, live: jax.Array) -> jax.Array:
-            values = jax.random.normal(key, shape, dtype)
+        def pool(key: jax.Array, live: jax.Array, centre: jax.Array) -> jax.Array:
+            values = jax.random.normal(key, shape, dtype) + centre.astype(dtype)
             return jnp.where(live[:, None, :, None], values, jnp.nan)
 
         q_shape = (len(owned), spec.new_tokens, spec.query_heads, spec.width)
         back = np.arange(-spec.new_tokens, 0, dtype=np.int32)
         positions = np.asarray(spec.lengths, np.int32)[:, None] + back[None, :]
+        nowhere = np.zeros(spec.width, np.float32)
+        centre = np.where(np.arange(spec.width) == 3, np.float32(OUTLIER * spec.int8), nowhere)
+        plain = pool(key, live, centre), pool(value, live, nowhere)
+        coded, scales = _coded(*plain) if spec.int8 else (plain, None)
         return cls(
             jax.random.normal(query, q_shape, dtype),
-            pool(key, live),
-            pool(value, live),
+            *coded,
             [jnp.asarray(table) for table in tables],
             jnp.asarray(positions),
+            scales,
+            plain if spec.int8 else None,
         )
 
-    def expected(self, spec: Spec) -> np.ndarray:
-        """Softmax attention over the first table in float64, on the host."""
+    def _tokens(self, spec: Spec, ids: jax.Array, *, rounded: bool) -> list[np.ndarray]:
+        """Keys and values [K, S, H] of these blocks, float64."""
+        pools = (self.key_blocks, self.value_blocks)
+        if self.plain is not None and not rounded:
+            pools = self.plain
+        blocks = [np.asarray(pool[ids]).astype(np.float64) for pool in pools]
+        if self.scales is not None and rounded:
+            key_scale, value_scale, base = (
+                np.asarray(array[ids]).astype(np.float64) for array in self.scales
+            )
+            blocks[0] = blocks[0] * key_scale[..., None] + base[:, :, None]
+            blocks[1] = blocks[1] * value_scale[..., None]
+        return [np.swapaxes(x, 0, 1).reshape(spec.kv_heads, -1, spec.width) for x in blocks]
+
+    def expected(self, spec: Spec, *, rounded: bool = True) -> np.ndarray:
+        """Softmax attention over the first table in float64, on the host.
+
+        Args:
+            spec: the case.
+            rounded: over what int8 codes stand for, not over what they were made of.
+        """
         q, positions = np.asarray(self.q).astype(np.float64), np.asarray(self.positions)
         result = np.zeros(q.shape)
         group = spec.query_heads // spec.kv_heads
         for row, length in enumerate(spec.lengths):
             ids = self.tables[0][row, : -(-length // spec.block_size)]
-            keys, values = (
-                np.asarray(jnp.swapaxes(pool[ids], 0, 1)).reshape(spec.kv_heads, -1, spec.width)
-                for pool in (self.key_blocks, self.value_blocks)
-            )
+            keys, values = self._tokens(spec, ids, rounded=rounded)
             for head, token in itertools.product(range(spec.kv_heads), range(spec.new_tokens)):
                 at = positions[row, token]
                 if at < 0:
@@ -106,20 +137,31 @@ class Inputs:
                 if spec.window is not None:
                     seen = seen[(seen > at - spec.window) | (seen < spec.sinks)]
                 heads = slice(head * group, (head + 1) * group)
-                scores = q[row, token, heads] @ keys[head, seen].astype(np.float64).T
+                scores = q[row, token, heads] @ keys[head, seen].T
                 weights = np.exp((scores - scores.max(axis=1, keepdims=True)) / spec.width**0.5)
                 weights /= weights.sum(axis=1, keepdims=True)
-                result[row, token, heads] = weights @ values[head, seen].astype(np.float64)
+                result[row, token, heads] = weights @ values[head, seen]
         return result
+
+
+@jax.jit
+def _coded(key: jax.Array, value: jax.Array) -> tuple[tuple[jax.Array, jax.Array], BlockScales]:
+    """Pools as int8 codes; their scales are NaN where no token is."""
+    base = key[:, :, 0]
+    key_codes, key_scale = quantise(key.astype(jnp.float32) - base[:, :, None].astype(jnp.float32))
+    value_codes, value_scale = quantise(value.astype(jnp.float32))
+    empty = jnp.isnan(value[..., 0])
+    key_scale, value_scale = (jnp.where(empty, jnp.nan, x) for x in (key_scale, value_scale))
+    return (key_codes, value_codes), BlockScales(key_scale, value_scale, base)
 
 
 def measure(spec: Spec, inputs: Inputs, run: Any) -> float:
     """Seconds a call of `run`, which takes the arrays of a call."""
 
     def call(q: jax.Array, table: jax.Array, shared: tuple[jax.Array, ...]) -> jax.Array:
-        return run(q, *shared[:2], table, shared[2])
+        return run(q, *shared[:2], table, *shared[2:])
 
-    shared = (inputs.key_blocks, inputs.value_blocks, inputs.positions)
+    shared = (inputs.key_blocks, inputs.value_blocks, inputs.positions, inputs.scales)
     return seconds_per_call(call, inputs.q, inputs.tables, shared)
 
 
@@ -131,16 +173,24 @@ def check(spec: Spec, inputs: Inputs, run: Any) -> dict[str, Any]:
         inputs.value_blocks,
         inputs.tables[0],
         inputs.positions,
+        inputs.scales,
     )
     compiled = jax.jit(run)
     result = np.asarray(compiled(*arrays))
     again = [np.asarray(compiled(*arrays)) for _ in range(REPEATS)]
     expected = inputs.expected(spec)
-    return {
+    row = {
         "error": relative_error(result, expected),
         "bar": decode_bar(expected, spec.dtype),
         "repeats": all(np.array_equal(result, other) for other in again),
     }
+    row["right"] = bool(row["error"] <= row["bar"] and row["repeats"])
+    if spec.int8:
+        exact = inputs.expected(spec, rounded=False)
+        row["norm_error_of_int8"] = norm_error(result, exact)
+        row["error_of_int8"] = relative_error(result, exact)
+        row["right"] &= row["norm_error_of_int8"] <= INT8_BAR
+    return row
 
 
 def configurations(first: Config) -> list[Config]:
@@ -205,7 +255,6 @@ def _case(spec: Spec, copy: float, swept: bool) -> dict[str, Any]:
     run = functools.partial(block_attention, implementation="triton", **spec.settings())
     inputs = Inputs.of(spec)
     row = check(spec, inputs, run)
-    row["right"] = bool(row["error"] <= row["bar"] and row["repeats"])
     row["seconds"] = measure(spec, inputs, run)
     row["kv_bytes"] = spec.kv_bytes
     row["of_copy"] = spec.kv_bytes / row["seconds"] / copy
@@ -226,6 +275,8 @@ def _print_table(figures: dict[str, dict[str, Any]]) -> None:
             f"{row['kv_bytes'] / row['seconds'] / 1e9:6.0f}",
             f"{row['of_copy']:7.1%}{'' if row['right'] else '  WRONG'}",
         )
+        if "error_of_int8" in row:
+            cells += (f"int8: norm {row['norm_error_of_int8']:.1e} max {row['error_of_int8']:.1e}",)
         print(" ".join(cells))
         for other in row.get("sweep", [])[:12]:
             cut = "  ".join(f"{key} {value}" for key, value in other.items() if key != "seconds")
