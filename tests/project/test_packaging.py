@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DEMO = "qwen_jax/demo/"
+TUNING = ROOT / "pallas_kernels" / "tuning_data"
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -73,6 +74,17 @@ def test_wheel_has_exactly_the_three_packages(wheel):
 def test_wheel_has_the_demo_model(wheel):
     sizes = {entry.filename: entry.file_size for entry in zipfile.ZipFile(wheel).infolist()}
     assert {name: sizes.get(name) for name in demo_sizes()} == demo_sizes()
+
+
+def test_wheel_has_the_measured_configurations(wheel):
+    measured = {f"pallas_kernels/tuning_data/{path.name}" for path in TUNING.iterdir()}
+    assert measured
+    assert measured <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_installed_package_reads_the_measured_configurations(installed, tmp_path):
+    code = "from pallas_kernels.tuning import table; print(len(table('NVIDIA H200')))"
+    assert int(run(installed / "bin" / "python", "-c", code, cwd=tmp_path)) > 0
 
 
 def test_source_distribution_has_the_demo_model_and_the_tests(tmp_path):
