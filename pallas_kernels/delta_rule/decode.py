@@ -106,15 +106,16 @@ def decode(
         decay = jnp.exp(-jnp.exp(a_log[head]) * step)
 
         q, k, v = convolved(*of_q), convolved(*of_k), convolved(*of_v)
-        q *= jax.lax.rsqrt(jnp.sum(q * q) + 1e-6) * key_width**-0.5
+        q_scale = jax.lax.rsqrt(jnp.sum(q * q) + 1e-6) * key_width**-0.5
         k *= jax.lax.rsqrt(jnp.sum(k * k) + 1e-6)
 
         # S^T q after the update is S^T q before it plus (k . q) times what is written: so both
-        # sums over the state are taken at once.
+        # sums over the state are taken at once. The scale of q comes last: on the vector it would
+        # cost the register that lets a fourth program onto a multiprocessor.
         s = jnp.where(position == 0, 0.0, s * decay)
         predicted = jnp.sum(s * k[:, None], axis=0)
         written = (v - predicted) * beta
-        read = jnp.sum(s * q[:, None], axis=0) + jnp.sum(k * q) * written
+        read = (jnp.sum(s * q[:, None], axis=0) + jnp.sum(k * q) * written) * q_scale
         mixed[row, 0, head, columns] = jnp.where(real, read, 0.0).astype(mixed.dtype)
 
         @pl.when(real)
