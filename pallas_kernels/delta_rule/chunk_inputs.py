@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, BFloat16, Float, Int
 
 from .._compat import triton_call
+from .config import Precision
+from .parts import split
 
 ROWS = 32
+
+
+class Inputs(NamedTuple):
+    """Of each token, by head; S tokens, of which padding is zero. Parts are those of `parts.split`.
+
+    Attributes:
+        queries: with L2 norm Q^-0.5.
+        keys: with L2 norm 1.
+        values: float32, tokens last.
+    """
+
+    queries: BFloat16[Array, "p B K S Q"]
+    keys: BFloat16[Array, "n B K S Q"]
+    values: Float[Array, "B M R S"]
 
 
 def convolve_chunks(
@@ -26,8 +42,9 @@ def convolve_chunks(
     heads: int,
     key_width: int,
     value_width: int,
-) -> tuple[Float[Array, "B 2 K S Q"], Float[Array, "B M S R"]]:
-    """Queries, keys and values of each token, by head, float32.
+    parts: Precision,
+) -> Inputs:
+    """Queries, keys and values.
 
     One program computes 32 tokens of one head. The convolution's state is only read here.
 
@@ -41,16 +58,14 @@ def convolve_chunks(
         heads: value heads, M.
         key_width: Q.
         value_width: R.
-
-    Returns:
-        Queries (scaled by Q^-0.5) and keys with L2 norm 1; and values. All zero at padding.
+        parts: how accurate queries and keys are.
     """
     batch, _, channels = qkv.shape
     taps = conv_weight.shape[1]
     key_heads = (channels - heads * value_width) // (2 * key_width)
 
     def kernel(*refs: Any) -> None:
-        qkv, conv_weight, ring, start, lengths, qk, v = refs
+        qkv, conv_weight, ring, start, lengths, queries, keys, values = refs
         number, item, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         rows = pl.ds(number * ROWS, ROWS)
 
@@ -88,24 +103,35 @@ def convolve_chunks(
         @pl.when(item < 2 * key_heads)
         def _() -> None:
             x = convolved(item * key_width, key_width)
-            scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1) + 1e-6)
-            scale = jnp.where(item < key_heads, scale * key_width**-0.5, scale)
-            qk[row, item // key_heads, item % key_heads, rows, :] = x * scale[:, None]
+            x *= jax.lax.rsqrt(jnp.sum(x * x, axis=1) + 1e-6)[:, None]
+
+            @pl.when(item < key_heads)
+            def _() -> None:
+                for part, value in enumerate(split(x * key_width**-0.5, parts.reading)):
+                    queries[part, row, item, rows, :] = value
+
+            @pl.when(item >= key_heads)
+            def _() -> None:
+                for part, value in enumerate(split(x, parts.state)):
+                    keys[part, row, item - key_heads, rows, :] = value
 
         @pl.when(item >= 2 * key_heads)
         def _() -> None:
             head = item - 2 * key_heads
             first = 2 * key_heads * key_width + head * value_width
-            v[row, head, rows, :] = convolved(first, value_width)
+            values[row, head, :, rows] = convolved(first, value_width).T
 
-    return triton_call(
+    heads_of_keys = (batch, key_heads, tokens, key_width)
+    out = triton_call(
         kernel,
         num_warps=4,
         num_stages=1,
         name="delta_rule_inputs",
         grid=(tokens // ROWS, 2 * key_heads + heads, batch),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, 2, key_heads, tokens, key_width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, tokens, value_width), jnp.float32),
+            jax.ShapeDtypeStruct((parts.reading, *heads_of_keys), jnp.bfloat16),
+            jax.ShapeDtypeStruct((parts.state, *heads_of_keys), jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, heads, value_width, tokens), jnp.float32),
         ),
     )(qkv, conv_weight, conv_state, start, lengths)
+    return Inputs(*out)

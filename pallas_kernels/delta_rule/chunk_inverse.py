@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, BFloat16, Float, Int
 
 from .._compat import triton_call
-from .chunk_overlap import Dot
+from .parts import split
 from .rule import CHUNK
 
 LEAF = 16  # the smallest matrix product on tensor cores
 
+Dot = Callable[[Array, Array], Array]
 Blocks = dict[tuple[int, int], Array]
 
 
@@ -24,8 +26,9 @@ def invert_chunks(
     lengths: Int[Array, " B"],
     *,
     dot: Dot,
-) -> Float[Array, "B M S c"]:
-    """(I + A)^-1 diag(beta) of every chunk, in the memory of A.
+    parts: int,
+) -> BFloat16[Array, "n B M S c"]:
+    """(I + A)^-1 diag(beta) of every chunk, in parts.
 
     Blocks of 16 on the diagonal are inverted row by row, then joined in pairs. Both are accurate
     where the powers of A are not: see triangular.py. Chunks behind a sequence's length are left
@@ -36,6 +39,7 @@ def invert_chunks(
         beta: write strength.
         lengths: real tokens of each sequence.
         dot: matrix product in the kernel.
+        parts: how many parts of the result; see `parts.split`.
     """
     batch, heads, tokens, _ = system.shape
 
@@ -84,7 +88,8 @@ def invert_chunks(
                 for j in range(count):
                     block = inverse.get((i, j), jnp.zeros((LEAF, LEAF), jnp.float32))
                     scale = beta[row, head, rows(j)][None, :]
-                    solution[row, head, rows(i), columns(j)] = block * scale
+                    for part, value in enumerate(split(block * scale, parts)):
+                        solution[part, row, head, rows(i), columns(j)] = value
 
     return triton_call(
         kernel,
@@ -92,8 +97,7 @@ def invert_chunks(
         num_stages=1,
         name="delta_rule_inverse",
         grid=(batch * heads, tokens // CHUNK),
-        out_shape=jax.ShapeDtypeStruct(system.shape, jnp.float32),
-        input_output_aliases={0: 0},
+        out_shape=jax.ShapeDtypeStruct((parts, *system.shape), jnp.bfloat16),
     )(system, beta, lengths)
 
 

@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, BFloat16, Float, Int
 
 from .._compat import triton_call
-from .chunk_overlap import Dot, Overlap
+from .chunk_inputs import Inputs
+from .chunk_overlap import Overlap
 from .config import PassConfig
+from .parts import product, split
 from .rule import CHUNK
 
 
 def pass_chunks(
-    qk: Float[Array, "B 2 K S Q"],
-    v: Float[Array, "B M S R"],
-    solution: Float[Array, "B M S c"],
+    inputs: Inputs,
+    solution: BFloat16[Array, "n B M S c"],
     overlap: Overlap,
     delta_state: Float[Array, "B M Q R"],
     start: Int[Array, " B"],
@@ -27,7 +28,6 @@ def pass_chunks(
     *,
     length: int,
     dtype: Any,
-    dot: Dot,
     config: PassConfig,
 ) -> tuple[Float[Array, "B T M R"], Float[Array, "B M Q R"]]:
     """Read-outs of all tokens, and the state after each sequence's last one, updated in place.
@@ -36,9 +36,12 @@ def pass_chunks(
     through the chunks. Columns do not mix, so programs share nothing that is written. Read-outs are
     zero at padding.
 
+    All is computed transposed, with value columns first: so the state and what is computed from it
+    are always left operands, which tensor cores take from the registers that the product before left
+    them in; what comes from memory are the right ones.
+
     Args:
-        qk: as in `overlap_chunks`.
-        v: float32 values.
+        inputs: queries, keys and values.
         solution: (I + A)^-1 diag(beta) of each chunk, from `invert_chunks`.
         overlap: the chunks' other matrices and decays.
         delta_state: the state before; taken as zero where `start` is zero.
@@ -46,67 +49,61 @@ def pass_chunks(
         lengths: real tokens of each sequence.
         length: T.
         dtype: of the read-outs.
-        dot: matrix product of two values in the kernel.
         config: how the work is cut.
     """
-    batch, _, key_heads, tokens, _ = qk.shape
-    _, heads, key_width, value_width = delta_state.shape
-    slab, tile = min(64, key_width), config.tile
+    parts, batch, key_heads, tokens, _ = inputs.keys.shape
+    reading = inputs.queries.shape[0]
+    _, heads, _, value_width = delta_state.shape
+    tile = config.tile
     tiles = value_width // tile
 
     def kernel(*refs: Any) -> None:
-        qk, v, solution, attention, coarse, fine, state, start, lengths, mixed, new_state = refs
+        queries, keys, values, solution, attention, since, until, state, start, lengths = refs[:10]
+        mixed, new_state = refs[10:]
         part, item = pl.program_id(0) % tiles, pl.program_id(0) // tiles
         row, head = item // heads, item % heads
         key_head = head // (heads // key_heads)
         columns = pl.ds(part * tile, tile)
-        slabs = [pl.ds(first, slab) for first in range(0, key_width, slab)]
 
         def store(number: Array, read: Array) -> None:
-            token = number * CHUNK + jax.lax.broadcasted_iota(jnp.int32, (CHUNK, tile), 0)
-            column = part * tile + jax.lax.broadcasted_iota(jnp.int32, (CHUNK, tile), 1)
+            column = part * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, CHUNK), 0)
+            token = number * CHUNK + jax.lax.broadcasted_iota(jnp.int32, (tile, CHUNK), 1)
             line = (row * length + token) * heads + head
             plt.store(mixed.at[line, column], read.astype(mixed.dtype), mask=token < length)
 
-        def chunk(number: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        def chunk(number: Array, state: Array) -> Array:
             rows = pl.ds(number * CHUNK, CHUNK)
-            last = number * CHUNK + CHUNK - 1
-            g_coarse, g_fine = coarse[row, head, rows], fine[row, head, rows]
-            predicted = jnp.zeros((CHUNK, tile), jnp.float32)
-            for at, s in zip(slabs, state, strict=True):
-                predicted += dot(qk[row, 1, key_head, rows, at], s)
-            since = jnp.exp(g_coarse + g_fine)[:, None]
-            written = v[row, head, rows, columns] - predicted * since
-            written = dot(solution[row, head, rows, :], written)
-            read = jnp.zeros((CHUNK, tile), jnp.float32)
-            for at, s in zip(slabs, state, strict=True):
-                read += dot(qk[row, 0, key_head, rows, at], s)
-            read = read * since + dot(attention[row, head, rows, :], written)
-            store(number, read)
-            last_coarse, last_fine = coarse[row, head, last], fine[row, head, last]
-            written *= jnp.exp((last_coarse - g_coarse) + (last_fine - g_fine))[:, None]
-            decay = jnp.exp(last_coarse + last_fine)
-            return tuple(
-                s * decay + dot(qk[row, 1, key_head, rows, at].T, written)
-                for at, s in zip(slabs, state, strict=True)
-            )
+            k = [keys[i, row, key_head, rows, :] for i in range(parts)]
+            q = [queries[i, row, key_head, rows, :] for i in range(reading)]
+            solve = [solution[i, row, head, rows, :] for i in range(parts)]
+            attend = [attention[i, row, head, rows, :] for i in range(reading)]
+            decay, later = since[row, head, rows], until[row, head, rows]
+            whole = since[row, head, number * CHUNK + CHUNK - 1]
+
+            before = split(state, parts)
+            predicted = product(before, [x.T for x in k])
+            read = product(before, [x.T for x in q]) * decay[None, :]
+            missing = values[row, head, columns, rows] - predicted * decay[None, :]
+            written = product(split(missing, parts), [x.T for x in solve])
+            store(number, product(split(written, parts), [x.T for x in attend], read))
+            state = product(split(written * later[None, :], parts), k, state * whole)
+            return state
 
         chunks = (lengths[row] + CHUNK - 1) // CHUNK
-        before = tuple(state[row, head, at, columns].astype(jnp.float32) for at in slabs)
-        before = tuple(jnp.where(start[row] == 0, 0.0, s) for s in before)
+        before = state[row, head, :, columns].astype(jnp.float32).T
+        before = jnp.where(start[row] == 0, 0.0, before)
         after = jax.lax.fori_loop(0, chunks, chunk, before)
 
         def clear(number: Array, _: None) -> None:
-            store(number, jnp.zeros((CHUNK, tile), jnp.float32))
+            store(number, jnp.zeros((tile, CHUNK), jnp.float32))
 
         jax.lax.fori_loop(chunks, tokens // CHUNK, clear, None)
 
         @pl.when(chunks > 0)
         def _() -> None:
-            for at, s in zip(slabs, after, strict=True):
-                new_state[row, head, at, columns] = s.astype(new_state.dtype)
+            new_state[row, head, :, columns] = after.T.astype(new_state.dtype)
 
-    inputs = (qk, v, solution, overlap.attention, overlap.coarse, overlap.fine)
+    arrays = (*inputs, solution, overlap.attention, overlap.since, overlap.until)
     mixed, state = triton_call(
         kernel,
         num_warps=config.num_warps,
@@ -117,6 +114,6 @@ def pass_chunks(
             jax.ShapeDtypeStruct((batch * length * heads, value_width), dtype),
             jax.ShapeDtypeStruct(delta_state.shape, delta_state.dtype),
         ),
-        input_output_aliases={6: 1},
-    )(*inputs, delta_state, start, lengths)
+        input_output_aliases={7: 1},
+    )(*arrays, delta_state, start, lengths)
     return mixed.reshape(batch, length, heads, value_width), state

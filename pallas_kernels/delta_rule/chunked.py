@@ -6,16 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._compat import INTERPRETER, current_target
+from .._compat import dot
 from .chunk_inputs import convolve_chunks
 from .chunk_inverse import invert_chunks
 from .chunk_overlap import overlap_chunks
 from .chunk_pass import pass_chunks
-from .config import PassConfig
+from .config import PassConfig, precision
 from .reference import DeltaRuleOutput
 from .ring import write_ring
 from .rule import CHUNK
@@ -41,10 +39,10 @@ def chunked(
     front of the parenthesis is found for all chunks at once, the rest in the pass over the chunks.
     """
     step = steps(qkv.shape[1], qkv.dtype, delta_state.shape, config)
-    qk, v = step.inputs(qkv, conv_weight, conv_state, start, lengths)
-    overlap = step.overlap(qk, b, a, a_log, dt_bias, lengths)
+    inputs = step.inputs(qkv, conv_weight, conv_state, start, lengths)
+    overlap = step.overlap(inputs.queries, inputs.keys, b, a, a_log, dt_bias, lengths)
     solution = step.inverse(overlap.system, overlap.beta, lengths)
-    mixed, delta_state = step.passing(qk, v, solution, overlap, delta_state, start, lengths)
+    mixed, delta_state = step.passing(inputs, solution, overlap, delta_state, start, lengths)
     return DeltaRuleOutput(mixed, write_ring(conv_state, qkv, start, lengths), delta_state)
 
 
@@ -67,10 +65,7 @@ class Steps(NamedTuple):
 def steps(length: int, dtype: Any, state: tuple[int, ...], config: PassConfig) -> Steps:
     """What `chunked` calls for T = `length` tokens of this dtype and a state of this shape."""
     _, heads, key_width, value_width = state
-    # Products of halves keep 22 bits as TF32, and about 16 as bfloat16 in half the time.
-    presets = jax.lax.DotAlgorithmPreset
-    exact_dot = _dot(presets.TF32_TF32_F32_X3)
-    dot = exact_dot if dtype == jnp.float32 else _dot(presets.BF16_BF16_F32_X3)
+    parts = precision(dtype)
     return Steps(
         functools.partial(
             convolve_chunks,
@@ -78,14 +73,10 @@ def steps(length: int, dtype: Any, state: tuple[int, ...], config: PassConfig) -
             heads=heads,
             key_width=key_width,
             value_width=value_width,
+            parts=parts,
         ),
-        functools.partial(overlap_chunks, dot=dot, exact_dot=exact_dot),
-        functools.partial(invert_chunks, dot=exact_dot),
-        functools.partial(pass_chunks, length=length, dtype=dtype, dot=dot, config=config),
+        overlap_chunks,
+        functools.partial(invert_chunks, dot=dot, parts=parts.state),
+        functools.partial(pass_chunks, length=length, dtype=dtype, config=config),
     )
 
-
-def _dot(preset: jax.lax.DotAlgorithmPreset) -> Callable[[Array, Array], Array]:
-    # The interpreter runs on a CPU, which knows no such presets and multiplies in float32.
-    precision = None if current_target().platform == INTERPRETER else preset
-    return functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._compat import Target
-from ..tuning import tuned
 from .rule import CHUNK
-
-SCRATCH_BYTES = 72 * 1024
-
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -23,6 +21,19 @@ class DecodeConfig:
 
     tile: int
     num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Into how many parts of bfloat16 the operands of products are split; see `parts.split`.
+
+    Attributes:
+        state: of keys and of all that the state comes from. It remembers every rounding.
+        reading: of queries and attention, which only the read-outs come from.
+    """
+
+    state: int
+    reading: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,28 +53,21 @@ class PassConfig:
 
 def decode_config(target: Target, delta_state: Any) -> DecodeConfig:
     """For these shapes on this device."""
-    if (entry := tuned("delta_rule decode", target, _key(delta_state))) is not None:
-        return DecodeConfig(**entry)
     batch, heads, _, width = delta_state.shape
     # Wider tiles repeat less of the convolution, narrower ones fill more multiprocessors.
     crowded = batch * heads * width // 64 >= 4 * target.cores
     return DecodeConfig(min(width, 64 if crowded else 32), 4)
 
 
-def pass_config(target: Target, delta_state: Any) -> PassConfig:
-    """For these shapes on this device."""
-    if (entry := tuned("delta_rule pass", target, _key(delta_state))) is not None:
-        return PassConfig(**entry)
-    batch, heads, key_width, width = delta_state.shape
-    tile = 32 if batch * heads * width // 32 > target.cores // 2 else 16
-    # Queries, keys twice, two matrices of the chunk, values; and the operands of the products.
-    ahead = 4 * CHUNK * (3 * key_width + 2 * CHUNK + 32) + SCRATCH_BYTES
-    if ahead <= target.shared_memory:
-        return PassConfig(min(width, tile), 4, 2)
-    return PassConfig(min(width, 16), 4, 1)
+def precision(dtype: Any) -> Precision:
+    """For read-outs of this dtype."""
+    return Precision(2, 1) if dtype == jnp.bfloat16 else Precision(3, 3)
 
 
-def _key(delta_state: Any) -> str:
-    """What entries of `tuning_data` are found by."""
-    batch, heads, key_width, width = delta_state.shape
-    return f"batch={batch} heads={heads} widths={key_width}x{width}"
+def pass_config(target: Target, dtype: Any, delta_state: Any) -> PassConfig:
+    """For read-outs of this dtype and a state of these shapes on this device."""
+    _, _, key_width, width = delta_state.shape
+    parts = precision(dtype)
+    columns = parts.state * (key_width + CHUNK) + parts.reading * (key_width + CHUNK)
+    chunk = CHUNK * (2 * columns + 4 * min(width, 64))
+    return PassConfig(min(width, 64), 4, 2 if 2 * chunk <= target.shared_memory else 1)

@@ -72,4 +72,4 @@ def gated_delta_rule(
     target = current_target()
     if qkv.shape[1] == 1:
         return decode(*arrays, config=decode_config(target, delta_state))
-    return chunked(*arrays, config=pass_config(target, delta_state))
+    return chunked(*arrays, config=pass_config(target, qkv.dtype, delta_state))
