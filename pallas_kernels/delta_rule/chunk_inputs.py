@@ -11,7 +11,6 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float, Int
 
 from .._compat import triton_call
-from .config import Precision
 from .parts import split
 
 ROWS = 32
@@ -26,7 +25,7 @@ class Inputs(NamedTuple):
         values: float32, tokens last.
     """
 
-    queries: BFloat16[Array, "p B K S Q"]
+    queries: BFloat16[Array, "n B K S Q"]
     keys: BFloat16[Array, "n B K S Q"]
     values: Float[Array, "B M R S"]
 
@@ -42,7 +41,7 @@ def convolve_chunks(
     heads: int,
     key_width: int,
     value_width: int,
-    parts: Precision,
+    parts: int,
 ) -> Inputs:
     """Queries, keys and values.
 
@@ -58,7 +57,7 @@ def convolve_chunks(
         heads: value heads, M.
         key_width: Q.
         value_width: R.
-        parts: how accurate queries and keys are.
+        parts: how many parts queries and keys are split into.
     """
     batch, _, channels = qkv.shape
     taps = conv_weight.shape[1]
@@ -107,12 +106,12 @@ def convolve_chunks(
 
             @pl.when(item < key_heads)
             def _() -> None:
-                for part, value in enumerate(split(x * key_width**-0.5, parts.reading)):
+                for part, value in enumerate(split(x * key_width**-0.5, parts)):
                     queries[part, row, item, rows, :] = value
 
             @pl.when(item >= key_heads)
             def _() -> None:
-                for part, value in enumerate(split(x, parts.state)):
+                for part, value in enumerate(split(x, parts)):
                     keys[part, row, item - key_heads, rows, :] = value
 
         @pl.when(item >= 2 * key_heads)
@@ -121,7 +120,9 @@ def convolve_chunks(
             first = 2 * key_heads * key_width + head * value_width
             values[row, head, :, rows] = convolved(first, value_width).T
 
-    heads_of_keys = (batch, key_heads, tokens, key_width)
+    head_parts = jax.ShapeDtypeStruct(
+        (parts, batch, key_heads, tokens, key_width), jnp.bfloat16
+    )
     out = triton_call(
         kernel,
         num_warps=4,
@@ -129,8 +130,8 @@ def convolve_chunks(
         name="delta_rule_inputs",
         grid=(tokens // ROWS, 2 * key_heads + heads, batch),
         out_shape=(
-            jax.ShapeDtypeStruct((parts.reading, *heads_of_keys), jnp.bfloat16),
-            jax.ShapeDtypeStruct((parts.state, *heads_of_keys), jnp.bfloat16),
+            head_parts,
+            head_parts,
             jax.ShapeDtypeStruct((batch, heads, value_width, tokens), jnp.float32),
         ),
     )(qkv, conv_weight, conv_state, start, lengths)

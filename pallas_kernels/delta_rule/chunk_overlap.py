@@ -27,14 +27,14 @@ class Overlap(NamedTuple):
     """
 
     system: Float[Array, "B M S c"]
-    attention: BFloat16[Array, "p B M S c"]
+    attention: BFloat16[Array, "n B M S c"]
     beta: Float[Array, "B M S"]
     since: Float[Array, "B M S"]
     until: Float[Array, "B M S"]
 
 
 def overlap_chunks(
-    queries: BFloat16[Array, "p B K S Q"],
+    queries: BFloat16[Array, "n B K S Q"],
     keys: BFloat16[Array, "n B K S Q"],
     b: Float[Array, "B T M"],
     a: Float[Array, "B T M"],
@@ -56,7 +56,7 @@ def overlap_chunks(
         dt_bias: see `api.gated_delta_rule`.
         lengths: real tokens of each sequence.
     """
-    reading, batch, key_heads, tokens, _ = queries.shape
+    parts, batch, key_heads, tokens, _ = keys.shape
     heads = b.shape[2]
     shared = heads // key_heads
 
@@ -83,8 +83,8 @@ def overlap_chunks(
 
         @pl.when(number * CHUNK < lengths[row])
         def _() -> None:
-            q = [queries[part, row, key_head, rows, :] for part in range(reading)]
-            k = [keys[part, row, key_head, rows, :] for part in range(keys.shape[0])]
+            q = [queries[part, row, key_head, rows, :] for part in range(parts)]
+            k = [keys[part, row, key_head, rows, :] for part in range(parts)]
             transposed = [x.T for x in k]
             to_keys, of_keys = product(q, transposed), product(k, transposed)
             later = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
@@ -98,7 +98,7 @@ def overlap_chunks(
                 until[row, head, rows] = jnp.exp((first_sum - first) + (second_sum - second))
                 gap = (first[:, None] - first[None, :]) + (second[:, None] - second[None, :])
                 decay = jnp.exp(jnp.where(later >= earlier, gap, -jnp.inf))
-                for part, value in enumerate(split(to_keys * decay, reading)):
+                for part, value in enumerate(split(to_keys * decay, parts)):
                     attention[part, row, head, rows, :] = value
                 strict = jnp.where(later > earlier, of_keys * decay, 0.0)
                 system[row, head, rows, :] = strict * strength[:, None]
@@ -106,7 +106,7 @@ def overlap_chunks(
             jax.lax.fori_loop(0, shared, value_head, None)
 
     matrices = jax.ShapeDtypeStruct((batch, heads, tokens, CHUNK), jnp.float32)
-    attention = jax.ShapeDtypeStruct((reading, *matrices.shape), jnp.bfloat16)
+    attention = jax.ShapeDtypeStruct((parts, *matrices.shape), jnp.bfloat16)
     vectors = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
     out = triton_call(
         kernel,

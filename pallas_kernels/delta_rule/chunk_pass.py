@@ -52,7 +52,6 @@ def pass_chunks(
         config: how the work is cut.
     """
     parts, batch, key_heads, tokens, _ = inputs.keys.shape
-    reading = inputs.queries.shape[0]
     _, heads, _, value_width = delta_state.shape
     tile = config.tile
     tiles = value_width // tile
@@ -74,9 +73,9 @@ def pass_chunks(
         def chunk(number: Array, state: Array) -> Array:
             rows = pl.ds(number * CHUNK, CHUNK)
             k = [keys[i, row, key_head, rows, :] for i in range(parts)]
-            q = [queries[i, row, key_head, rows, :] for i in range(reading)]
+            q = [queries[i, row, key_head, rows, :] for i in range(parts)]
             solve = [solution[i, row, head, rows, :] for i in range(parts)]
-            attend = [attention[i, row, head, rows, :] for i in range(reading)]
+            attend = [attention[i, row, head, rows, :] for i in range(parts)]
             decay, later = since[row, head, rows], until[row, head, rows]
             whole = since[row, head, number * CHUNK + CHUNK - 1]
 

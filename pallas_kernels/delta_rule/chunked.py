@@ -13,7 +13,7 @@ from .chunk_inputs import convolve_chunks
 from .chunk_inverse import invert_chunks
 from .chunk_overlap import overlap_chunks
 from .chunk_pass import pass_chunks
-from .config import PassConfig, precision
+from .config import PassConfig, part_count
 from .reference import DeltaRuleOutput
 from .ring import write_ring
 from .rule import CHUNK
@@ -65,7 +65,7 @@ class Steps(NamedTuple):
 def steps(length: int, dtype: Any, state: tuple[int, ...], config: PassConfig) -> Steps:
     """What `chunked` calls for T = `length` tokens of this dtype and a state of this shape."""
     _, heads, key_width, value_width = state
-    parts = precision(dtype)
+    parts = part_count(dtype)
     return Steps(
         functools.partial(
             convolve_chunks,
@@ -76,7 +76,7 @@ def steps(length: int, dtype: Any, state: tuple[int, ...], config: PassConfig) -
             parts=parts,
         ),
         overlap_chunks,
-        functools.partial(invert_chunks, dot=dot, parts=parts.state),
+        functools.partial(invert_chunks, dot=dot, parts=parts),
         functools.partial(pass_chunks, length=length, dtype=dtype, config=config),
     )
 

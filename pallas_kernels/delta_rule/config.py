@@ -24,19 +24,6 @@ class DecodeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision:
-    """Into how many parts of bfloat16 the operands of products are split; see `parts.split`.
-
-    Attributes:
-        state: of keys and of all that the state comes from. It remembers every rounding.
-        reading: of queries and attention, which only the read-outs come from.
-    """
-
-    state: int
-    reading: int
-
-
-@dataclasses.dataclass(frozen=True)
 class PassConfig:
     """For the pass over the chunks.
 
@@ -59,15 +46,19 @@ def decode_config(target: Target, delta_state: Any) -> DecodeConfig:
     return DecodeConfig(min(width, 64 if crowded else 32), 4)
 
 
-def precision(dtype: Any) -> Precision:
-    """For read-outs of this dtype."""
-    return Precision(2, 1) if dtype == jnp.bfloat16 else Precision(3, 3)
+def part_count(dtype: Any) -> int:
+    """Into how many parts operands of products are split, for read-outs of this dtype.
+
+    One part would be too few even for bfloat16: the state remembers every rounding, and a few
+    read-outs are dozens of times larger than most.
+    """
+    return 2 if dtype == jnp.bfloat16 else 3
 
 
 def pass_config(target: Target, dtype: Any, delta_state: Any) -> PassConfig:
     """For read-outs of this dtype and a state of these shapes on this device."""
     _, _, key_width, width = delta_state.shape
-    parts = precision(dtype)
-    columns = parts.state * (key_width + CHUNK) + parts.reading * (key_width + CHUNK)
-    chunk = CHUNK * (2 * columns + 4 * min(width, 64))
-    return PassConfig(min(width, 64), 4, 2 if 2 * chunk <= target.shared_memory else 1)
+    tile = min(width, 64)
+    # Queries, keys, two matrices of the chunk; and values.
+    chunk = CHUNK * (2 * part_count(dtype) * 2 * (key_width + CHUNK) + 4 * tile)
+    return PassConfig(tile, 4, 2 if 2 * chunk <= target.shared_memory else 1)
