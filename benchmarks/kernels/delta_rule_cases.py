@@ -40,45 +40,61 @@ class Case:
 
 @functools.lru_cache(maxsize=2)
 def arguments(case: Case) -> tuple[jax.Array, ...]:
-    """The call's arrays; NaN is what must not be read."""
-    spec, rng = case.spec, np.random.default_rng(0)
-    start, lengths = case.counts()
+    """The call's arrays, drawn on the device; NaN is what must not be read."""
+    return _arguments(case, *(jnp.asarray(x) for x in case.counts()))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _arguments(case: Case, start: jax.Array, lengths: jax.Array) -> tuple[jax.Array, ...]:
+    spec, keys = case.spec, iter(jax.random.split(jax.random.key(0), 9))
     batch, length, heads, taps = spec.batch, spec.length, spec.heads, spec.taps
+    dtype, state_dtype = jnp.dtype(spec.dtype), jnp.dtype(spec.state_dtype)
 
-    def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32)
+    def draw(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.float32)
 
-    widths = (spec.channels, heads, heads)
-    qkv, b, a = (draw(batch, length, width) for width in widths)
+    qkv, b, a = (draw(batch, length, width) for width in (spec.channels, heads, heads))
     if case.tokens == "repeating":
-        qkv = np.take(qkv, np.arange(length) % 4, axis=1)
+        qkv = jnp.take(qkv, jnp.arange(length) % 4, axis=1)
         b += 4
     if case.decay != "mixed":
         a -= 12
     if case.decay == "strong at times":
-        a[rng.random(a.shape) < 0.05] = 30
-    for row, count in enumerate(lengths):
-        for x in (qkv, b, a):
-            x[row, count:] = np.nan
-    ring = draw(batch, spec.channels, taps)
+        a = jnp.where(jax.random.uniform(next(keys), a.shape) < 0.05, 30, a)
+    padding = (jnp.arange(length)[None, :] >= lengths[:, None])[..., None]
+    qkv, b, a = (jnp.where(padding, jnp.nan, x) for x in (qkv, b, a))
+    fresh = (start == 0)[:, None, None]
+    unread = fresh | (jnp.arange(taps) == (start % taps)[:, None, None])
+    ring = jnp.where(unread, jnp.nan, draw(batch, spec.channels, taps))
     state = draw(batch, heads, spec.key_width, spec.value_width)
-    for row, before in enumerate(start):
-        ring[row, :, before % taps] = np.nan
-        if before == 0:
-            ring[row], state[row] = np.nan, np.nan
-    a_log = np.log(np.geomspace(0.01, 16, heads)).astype(np.float32)
-    taken = (qkv, b, a, draw(spec.channels, taps) * np.float32(taps**-0.5), ring)
-    qkv, b, a, weight, ring = (jnp.asarray(x).astype(jnp.dtype(spec.dtype)) for x in taken)
-    state = jnp.asarray(state).astype(jnp.dtype(spec.state_dtype))
-    constants = jnp.asarray(a_log), jnp.asarray(draw(heads))
-    return qkv, b, a, weight, *constants, ring, state, jnp.asarray(start), jnp.asarray(lengths)
+    state = jnp.where(fresh[..., None], jnp.nan, state).astype(state_dtype)
+    weight = draw(spec.channels, taps) * taps**-0.5
+    a_log = jnp.log(jnp.geomspace(0.01, 16, heads, dtype=jnp.float32))
+    qkv, b, a, weight, ring = (x.astype(dtype) for x in (qkv, b, a, weight, ring))
+    return qkv, b, a, weight, a_log, draw(heads), ring, state, start, lengths
 
 
-def expected(arrays: tuple[jax.Array, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expected(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Read-outs, ring and state, token by token in float64 on the device; zero at padding."""
     with jax.enable_x64(True):
         wide = [x.astype(jnp.float64) for x in arrays[:8]]
-        return tuple(np.asarray(x) for x in _formulas(*wide, *arrays[8:]))
+        return _formulas(*wide, *arrays[8:])
+
+
+def relative_errors(value: jax.Array, wanted: jax.Array, live: jax.Array) -> tuple[float, float]:
+    """`testing.relative_error`, and that of the mere rounding to bfloat16; of the live rows."""
+    with jax.enable_x64(True):
+        error, rounding = _relative_errors(value, wanted, live)
+        return float(error), float(rounding)
+
+
+@jax.jit
+def _relative_errors(value: jax.Array, wanted: jax.Array, live: jax.Array) -> tuple[Any, Any]:
+    live = live.reshape(-1, *(1,) * (wanted.ndim - 1))
+    value, wanted = (jnp.where(live, x.astype(jnp.float64), 0) for x in (value, wanted))
+    size = jnp.sqrt(jnp.sum(wanted**2) / (live.sum() * wanted[0].size))
+    rounded = jax.lax.reduce_precision(wanted, 8, 7)
+    return jnp.abs(value - wanted).max() / size, jnp.abs(rounded - wanted).max() / size
 
 
 @jax.jit

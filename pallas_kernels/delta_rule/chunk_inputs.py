@@ -120,9 +120,7 @@ def convolve_chunks(
             first = 2 * key_heads * key_width + head * value_width
             values[row, head, :, rows] = convolved(first, value_width).T
 
-    head_parts = jax.ShapeDtypeStruct(
-        (parts, batch, key_heads, tokens, key_width), jnp.bfloat16
-    )
+    head_parts = jax.ShapeDtypeStruct((parts, batch, key_heads, tokens, key_width), jnp.bfloat16)
     out = triton_call(
         kernel,
         num_warps=4,

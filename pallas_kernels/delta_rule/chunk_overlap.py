@@ -14,6 +14,7 @@ from .._compat import triton_call
 from .parts import product, split
 from .rule import CHUNK
 
+
 class Overlap(NamedTuple):
     """For every value head; c is a position in the chunk.
 

@@ -37,8 +37,8 @@ def pass_chunks(
     zero at padding.
 
     All is computed transposed, with value columns first: so the state and what is computed from it
-    are always left operands, which tensor cores take from the registers that the product before left
-    them in; what comes from memory are the right ones.
+    are always left operands, which tensor cores take from the registers where the product before
+    left them; what comes from memory are the right ones.
 
     Args:
         inputs: queries, keys and values.

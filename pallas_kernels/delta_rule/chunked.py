@@ -79,4 +79,3 @@ def steps(length: int, dtype: Any, state: tuple[int, ...], config: PassConfig) -
         functools.partial(invert_chunks, dot=dot, parts=parts),
         functools.partial(pass_chunks, length=length, dtype=dtype, config=config),
     )
-

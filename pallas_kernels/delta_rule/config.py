@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from .._compat import Target
 from .rule import CHUNK
 
+
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """For one token a sequence.

@@ -31,7 +31,7 @@ def split(x: Float[Array, "..."], count: int) -> list[Array]:
 
 
 def product(a: Parts, b: Parts, onto: Array | None = None) -> Float[Array, "m n"]:
-    """a @ b, summed in float32, without the terms that are smaller than what the parts leave out.
+    """Matrix product in float32, without the terms that are smaller than what the parts leave out.
 
     Args:
         a: parts of an [m, k] matrix.
