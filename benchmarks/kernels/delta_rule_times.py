@@ -31,7 +31,7 @@ def decode_seconds(spec: Spec, config: DecodeConfig | None = None) -> float:
     of a loop costs the host some 20 us, so it makes many calls.
     """
     *inputs, ring, state, start, lengths = arguments(Case(spec))
-    config = config or decode_config(current_target(), state)
+    config = config or decode_config(current_target(), spec.batch, state)
     turns = max(1, -(-int(ROTATED_BYTES) // spec.state_bytes))
     calls = turns * -(-CALLS_A_STEP // turns)
 
@@ -42,7 +42,7 @@ def decode_seconds(spec: Spec, config: DecodeConfig | None = None) -> float:
             states = list(states)
             for call in range(calls):
                 _, ring, states[call % turns] = decode(
-                    *inputs, ring, states[call % turns], start, lengths, config=config
+                    *inputs, ring, states[call % turns], start, lengths, None, config=config
                 )
             return ring, tuple(states)
 
@@ -101,7 +101,7 @@ def _steps(spec: Spec) -> tuple[chunked.Steps, dict[str, tuple[Any, ...]]]:
         "inputs": (qkv, weight, ring, start, lengths),
         "overlap": gates,
         "inverse": (overlap.system, overlap.beta, lengths),
-        "passing": (inputs, solution, overlap, state, start, lengths),
+        "passing": (inputs, solution, overlap, state, start, lengths, None),
     }
 
 

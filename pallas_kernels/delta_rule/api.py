@@ -24,18 +24,19 @@ def gated_delta_rule(
     conv_weight: Float[Array, "C W"],
     a_log: Float[Array, " M"],
     dt_bias: Float[Array, " M"],
-    conv_state: Float[Array, "B C W"],
-    delta_state: Float[Array, "B M Q R"],
+    conv_state: Float[Array, "P C W"],
+    delta_state: Float[Array, "P M Q R"],
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    slots: Int[Array, " B"] | None = None,
     *,
     implementation: str | None = None,
 ) -> DeltaRuleOutput:
     """Convolution, SiLU, L2 norms, gates, state update and read-out of T new tokens a sequence.
 
     Shapes in letters of this file: M value heads, Q key width, R value width, W taps,
-    C = 2 * key heads * Q + M * R channels in the order all q, all k, all v. Value head m reads key
-    head m // (M / key heads).
+    C = 2 * key heads * Q + M * R channels in the order all q, all k, all v, P rows of the states.
+    Value head m reads key head m // (M / key heads).
 
     Args:
         qkv: projected inputs of the convolution.
@@ -51,11 +52,14 @@ def gated_delta_rule(
         start: tokens that each sequence has seen before this call.
         lengths: how many of the T tokens are real; the others, on the right, change neither state
             whatever they hold.
+        slots: row of the states that belongs to each sequence; None if there are B rows, the b-th
+            for sequence b. A sequence whose slot is no row counts as one without tokens. Two
+            sequences with tokens must not share a row: what becomes of it is then undefined.
         implementation: "triton", "reference", or None for the first that takes the call.
 
     Returns:
-        Read-outs [B, T, M, R] in qkv's dtype (arbitrary at padding) and both states after the last
-        real token.
+        Read-outs [B, T, M, R] in qkv's dtype (arbitrary at padding) and both states, whole, after
+        the last real token.
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
@@ -72,5 +76,6 @@ def gated_delta_rule(
         delta_state,
         start,
         lengths,
+        slots,
         implementation=implementation,
     )

@@ -22,14 +22,15 @@ def pass_chunks(
     inputs: Inputs,
     solution: BFloat16[Array, "n B M S c"],
     overlap: Overlap,
-    delta_state: Float[Array, "B M Q R"],
+    delta_state: Float[Array, "P M Q R"],
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    slots: Int[Array, " B"] | None,
     *,
     length: int,
     dtype: Any,
     config: PassConfig,
-) -> tuple[Float[Array, "B T M R"], Float[Array, "B M Q R"]]:
+) -> tuple[Float[Array, "B T M R"], Float[Array, "P M Q R"]]:
     """Read-outs of all tokens, and the state after each sequence's last one, updated in place.
 
     One program carries columns t * tile to (t + 1) * tile - 1 of the state of a value head
@@ -47,6 +48,7 @@ def pass_chunks(
         delta_state: the state before; taken as zero where `start` is zero.
         start: tokens that each sequence has seen before.
         lengths: real tokens of each sequence.
+        slots: row of the state of each sequence that has tokens; None for its own number.
         length: T.
         dtype: of the read-outs.
         config: how the work is cut.
@@ -58,11 +60,12 @@ def pass_chunks(
 
     def kernel(*refs: Any) -> None:
         queries, keys, values, solution, attention, since, until, state, start, lengths = refs[:10]
-        mixed, new_state = refs[10:]
+        mixed, new_state = refs[-2:]
         part, item = pl.program_id(0) % tiles, pl.program_id(0) // tiles
         row, head = item // heads, item % heads
         key_head = head // (heads // key_heads)
         columns = pl.ds(part * tile, tile)
+        slot = row if slots is None else refs[10][row]
 
         def store(number: Array, read: Array) -> None:
             column = part * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, CHUNK), 0)
@@ -89,7 +92,7 @@ def pass_chunks(
             return state
 
         chunks = (lengths[row] + CHUNK - 1) // CHUNK
-        before = state[row, head, :, columns].astype(jnp.float32).T
+        before = state[slot, head, :, columns].astype(jnp.float32).T
         before = jnp.where(start[row] == 0, 0.0, before)
         after = jax.lax.fori_loop(0, chunks, chunk, before)
 
@@ -100,9 +103,12 @@ def pass_chunks(
 
         @pl.when(chunks > 0)
         def _() -> None:
-            new_state[row, head, :, columns] = after.T.astype(new_state.dtype)
+            new_state[slot, head, :, columns] = after.T.astype(new_state.dtype)
 
     arrays = (*inputs, solution, overlap.attention, overlap.since, overlap.until)
+    arrays += (
+        (delta_state, start, lengths) if slots is None else (delta_state, start, lengths, slots)
+    )
     mixed, state = triton_call(
         kernel,
         num_warps=config.num_warps,
@@ -114,5 +120,5 @@ def pass_chunks(
             jax.ShapeDtypeStruct(delta_state.shape, delta_state.dtype),
         ),
         input_output_aliases={7: 1},
-    )(*arrays, delta_state, start, lengths)
+    )(*arrays)
     return mixed.reshape(batch, length, heads, value_width), state

@@ -17,6 +17,7 @@ from .config import PassConfig, part_count
 from .reference import DeltaRuleOutput
 from .ring import write_ring
 from .rule import CHUNK
+from .slots import in_pool, put_rows, take_rows
 
 
 def chunked(
@@ -26,10 +27,11 @@ def chunked(
     conv_weight: Float[Array, "C W"],
     a_log: Float[Array, " M"],
     dt_bias: Float[Array, " M"],
-    conv_state: Float[Array, "B C W"],
-    delta_state: Float[Array, "B M Q R"],
+    conv_state: Float[Array, "P C W"],
+    delta_state: Float[Array, "P M Q R"],
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    slots: Int[Array, " B"] | None,
     *,
     config: PassConfig,
 ) -> DeltaRuleOutput:
@@ -39,11 +41,14 @@ def chunked(
     front of the parenthesis is found for all chunks at once, the rest in the pass over the chunks.
     """
     step = steps(qkv.shape[1], qkv.dtype, delta_state.shape, config)
-    inputs = step.inputs(qkv, conv_weight, conv_state, start, lengths)
+    slots, lengths = in_pool(slots, lengths, delta_state.shape[0])
+    ring = take_rows(conv_state, slots)  # small beside the state, of which no row is copied
+    inputs = step.inputs(qkv, conv_weight, ring, start, lengths)
     overlap = step.overlap(inputs.queries, inputs.keys, b, a, a_log, dt_bias, lengths)
     solution = step.inverse(overlap.system, overlap.beta, lengths)
-    mixed, delta_state = step.passing(inputs, solution, overlap, delta_state, start, lengths)
-    return DeltaRuleOutput(mixed, write_ring(conv_state, qkv, start, lengths), delta_state)
+    mixed, delta_state = step.passing(inputs, solution, overlap, delta_state, start, lengths, slots)
+    ring = write_ring(ring, qkv, start, lengths)
+    return DeltaRuleOutput(mixed, put_rows(conv_state, slots, lengths, ring), delta_state)
 
 
 class Steps(NamedTuple):

@@ -39,9 +39,9 @@ class PassConfig:
     num_stages: int
 
 
-def decode_config(target: Target, delta_state: Any) -> DecodeConfig:
-    """For these shapes on this device."""
-    batch, heads, _, width = delta_state.shape
+def decode_config(target: Target, batch: int, delta_state: Any) -> DecodeConfig:
+    """For so many sequences with a state of these shapes on this device."""
+    _, heads, _, width = delta_state.shape
     # Wider tiles repeat less of the convolution, narrower ones fill more multiprocessors.
     crowded = batch * heads * width // 64 >= 4 * target.cores
     return DecodeConfig(min(width, 64 if crowded else 32), 4)

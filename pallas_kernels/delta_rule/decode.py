@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
@@ -21,10 +22,11 @@ def decode(
     conv_weight: Float[Array, "C W"],
     a_log: Float[Array, " M"],
     dt_bias: Float[Array, " M"],
-    conv_state: Float[Array, "B C W"],
-    delta_state: Float[Array, "B M Q R"],
+    conv_state: Float[Array, "P C W"],
+    delta_state: Float[Array, "P M Q R"],
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    slots: Int[Array, " B"] | None,
     *,
     config: DecodeConfig,
 ) -> DeltaRuleOutput:
@@ -53,20 +55,27 @@ def decode(
         delta_state: see there.
         start: see there.
         lengths: see there.
+        slots: see there.
         config: how the work is cut.
     """
     batch, _, channels = qkv.shape
-    _, heads, key_width, value_width = delta_state.shape
+    held, heads, key_width, value_width = delta_state.shape
+    inputs = (qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, start, lengths)
+    inputs += () if slots is None else (slots,)
     taps, tile = conv_state.shape[-1], config.tile
     key_heads = (channels - heads * value_width) // (2 * key_width)
 
     def kernel(*refs: Any) -> None:
         qkv, b, a, conv_weight, a_log, dt_bias, ring, state, start, lengths = refs[:10]
-        mixed, new_ring, new_state = refs[10:]
+        mixed, new_ring, new_state = refs[-3:]
         row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         key_head = head // (heads // key_heads)
         columns = pl.ds(part * tile, tile)
-        position, real = start[row], lengths[row] > 0
+        position, real, slot = start[row], lengths[row] > 0, row
+        if slots is not None:
+            slot = refs[10][row]
+            real &= (slot >= 0) & (slot < held)
+            slot = jnp.clip(slot, 0, held - 1)
 
         def channels_from(first: Array, width: int) -> tuple[Array, list[Array], list[Array]]:
             """Newest inputs, all columns of the ring, and taps of some channels.
@@ -77,7 +86,7 @@ def decode(
             columns = range(taps) if taps > 1 else ()
             return (
                 qkv[row, 0, at],
-                [ring[row, at, column] for column in columns],
+                [ring[slot, at, column] for column in columns],
                 [conv_weight[at, tap].astype(jnp.float32) for tap in range(taps)],
             )
 
@@ -93,11 +102,18 @@ def decode(
                 total += past * weights[-1 - distance]
             return total * jax.lax.logistic(total)
 
+        def own_state(part: Any) -> Array:
+            """The state before, or anything where there is none."""
+            if slots is None:
+                return part[...]
+            # The load waits for the slot as it is, and may as well wait for the position.
+            return plt.load(part, mask=jnp.full((key_width, tile), position > 0), other=0.0)
+
         # All loads first: none can be moved up past a store, or past a branch around one.
         key_dim = key_heads * key_width
         q_at, k_at = key_head * key_width, key_dim + key_head * key_width
         v_at = 2 * key_dim + head * value_width + part * tile
-        s = state[row, head, :, columns].astype(jnp.float32)
+        s = own_state(state.at[slot, head, :, columns]).astype(jnp.float32)
         of_q = channels_from(q_at, key_width)
         of_k = channels_from(k_at, key_width)
         of_v = channels_from(v_at, tile)
@@ -112,7 +128,8 @@ def decode(
         # S^T q after the update is S^T q before it plus (k . q) times what is written: so both
         # sums over the state are taken at once. The scale of q comes last: on the vector it would
         # cost the register that lets a fourth program onto a multiprocessor.
-        s = jnp.where(position == 0, 0.0, s * decay)
+        s *= decay
+        s = jnp.where(position == 0, 0.0, s) if slots is None else s
         predicted = jnp.sum(s * k[:, None], axis=0)
         written = (v - predicted) * beta
         read = (jnp.sum(s * q[:, None], axis=0) + jnp.sum(k * q) * written) * q_scale
@@ -121,13 +138,13 @@ def decode(
         @pl.when(real)
         def _() -> None:
             updated = s + k[:, None] * written[None, :]
-            new_state[row, head, :, columns] = updated.astype(new_state.dtype)
-            new_ring[row, pl.ds(v_at, tile), position % taps] = of_v[0].astype(new_ring.dtype)
+            new_state[slot, head, :, columns] = updated.astype(new_state.dtype)
+            new_ring[slot, pl.ds(v_at, tile), position % taps] = of_v[0].astype(new_ring.dtype)
 
         @pl.when(real & (head % (heads // key_heads) == 0) & (part == 0))
         def _() -> None:
             for at, new in ((q_at, of_q[0]), (k_at, of_k[0])):
-                new_ring[row, pl.ds(at, key_width), position % taps] = new.astype(new_ring.dtype)
+                new_ring[slot, pl.ds(at, key_width), position % taps] = new.astype(new_ring.dtype)
 
     out = triton_call(
         kernel,
@@ -141,5 +158,5 @@ def decode(
             jax.ShapeDtypeStruct(delta_state.shape, delta_state.dtype),
         ),
         input_output_aliases={6: 1, 7: 2},
-    )(qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, start, lengths)
+    )(*inputs)
     return DeltaRuleOutput(*out)

@@ -16,14 +16,15 @@ from jaxtyping import Array, Float, Int
 from .._compat import Target
 from .ring import write_ring
 from .rule import chunked_rule, recurrent_rule
+from .slots import in_pool, put_rows, take_rows
 
 
 class DeltaRuleOutput(NamedTuple):
     """What `gated_delta_rule` returns."""
 
     mixed: Float[Array, "B T M R"]
-    conv_state: Float[Array, "B C W"]
-    delta_state: Float[Array, "B M Q R"]
+    conv_state: Float[Array, "P C W"]
+    delta_state: Float[Array, "P M Q R"]
 
 
 def gated_delta_rule(
@@ -33,17 +34,20 @@ def gated_delta_rule(
     conv_weight: Float[Array, "C W"],
     a_log: Float[Array, " M"],
     dt_bias: Float[Array, " M"],
-    conv_state: Float[Array, "B C W"],
-    delta_state: Float[Array, "B M Q R"],
+    conv_state: Float[Array, "P C W"],
+    delta_state: Float[Array, "P M Q R"],
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    slots: Int[Array, " B"] | None = None,
 ) -> DeltaRuleOutput:
     """See `api.gated_delta_rule`."""
     batch, length, _ = qkv.shape
+    slots, lengths = in_pool(slots, lengths, delta_state.shape[0])
+    ring, before = take_rows(conv_state, slots), take_rows(delta_state, slots)
     _, heads, key_width, value_width = delta_state.shape
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None]
     # Zero g and beta would not do for padding that holds NaN or infinity.
-    window = _with_history(jnp.where(real[..., None], qkv, 0), conv_state, start)
+    window = _with_history(jnp.where(real[..., None], qkv, 0), ring, start)
     mixed = jax.nn.silu(_convolve(window, conv_weight, length))
 
     value_dim = heads * value_width
@@ -61,19 +65,29 @@ def gated_delta_rule(
     beta = jnp.where(real[..., None], beta, 0.0)
     g = jnp.where(real[..., None], g, 0.0)
 
-    state = jnp.where((start == 0)[:, None, None, None], 0.0, delta_state.astype(jnp.float32))
+    state = jnp.where((start == 0)[:, None, None, None], 0.0, before.astype(jnp.float32))
     rule = recurrent_rule if length == 1 else chunked_rule
     read, state = rule(q, k, v, g, beta, state)
+    state = jnp.where((lengths > 0)[:, None, None, None], state.astype(before.dtype), before)
+    ring = write_ring(ring, qkv, start, lengths)
     return DeltaRuleOutput(
         read.astype(qkv.dtype),
-        write_ring(conv_state, qkv, start, lengths),
-        jnp.where((lengths > 0)[:, None, None, None], state.astype(delta_state.dtype), delta_state),
+        put_rows(conv_state, slots, lengths, ring),
+        put_rows(delta_state, slots, lengths, state),
     )
 
 
 def refusals(target: Target, *arrays: Any) -> list[str]:
     """What gives a call no meaning; see `dispatch.Implementation`."""
-    qkv, delta_state = arrays[0], arrays[7]
+    qkv, conv_state, delta_state = arrays[0], arrays[6], arrays[7]
+    slots = arrays[10] if len(arrays) > 10 else None
+    rows, held = qkv.shape[0], (conv_state.shape[0], delta_state.shape[0])
+    if slots is None and held != (rows, rows):
+        return [f"conv_state and delta_state have {held} rows, not {rows} each: name their slots"]
+    if held[0] != held[1]:
+        return [f"conv_state and delta_state have {held} rows, not as many each"]
+    if slots is not None and (slots.shape != (rows,) or str(slots.dtype) != "int32"):
+        return [f"slots is {slots.dtype}{list(slots.shape)}, not int32[{rows}]"]
     _, heads, key_width, value_width = delta_state.shape
     rest = qkv.shape[2] - heads * value_width
     if rest <= 0 or rest % (2 * key_width):

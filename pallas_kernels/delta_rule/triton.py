@@ -51,10 +51,11 @@ def gated_delta_rule(
     conv_weight: Float[Array, "C W"],
     a_log: Float[Array, " M"],
     dt_bias: Float[Array, " M"],
-    conv_state: Float[Array, "B C W"],
-    delta_state: Float[Array, "B M Q R"],
+    conv_state: Float[Array, "P C W"],
+    delta_state: Float[Array, "P M Q R"],
     start: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    slots: Int[Array, " B"] | None = None,
 ) -> DeltaRuleOutput:
     """See `api.gated_delta_rule`."""
     arrays = (
@@ -68,8 +69,9 @@ def gated_delta_rule(
         delta_state,
         start,
         lengths,
+        slots,
     )
     target = current_target()
     if qkv.shape[1] == 1:
-        return decode(*arrays, config=decode_config(target, delta_state))
+        return decode(*arrays, config=decode_config(target, qkv.shape[0], delta_state))
     return chunked(*arrays, config=pass_config(target, qkv.dtype, delta_state))

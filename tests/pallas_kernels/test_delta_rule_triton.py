@@ -38,52 +38,79 @@ def run_on_gpu(*arrays):
     return jax.jit(functools.partial(gated_delta_rule, implementation="triton"))(*arrays)
 
 
-def check(layer: Layer, inputs, start, lengths, run, *, dtype="float32", state_dtype="float32"):
-    """Compares a call with the formulas, where NaN is all that must not be read."""
+def check(
+    layer: Layer,
+    inputs,
+    start,
+    lengths,
+    run,
+    *,
+    dtype="float32",
+    state_dtype="float32",
+    slots=None,
+    zero_padding=True,
+):
+    """Compares a call with the formulas, where NaN is all that must not be read.
+
+    With `slots`, the states have two rows more than there are sequences.
+    """
     dtype, rng = jnp.dtype(dtype), np.random.default_rng(4)
     batch, width, _ = inputs[0].shape
-    ring, state = (np.array(x) for x in layer.states(batch, np.nan))
+    held = batch if slots is None else batch + 2
+    ring, state = (np.array(x) for x in layer.states(held, np.nan))
+    rows = np.arange(batch) if slots is None else np.array(slots)
+    rows, outside = np.clip(rows, 0, held - 1), (rows < 0) | (rows >= held)
     ring, state = ring.astype(dtype), state.astype(jnp.dtype(state_dtype))
     inputs = [x.astype(dtype) for x in inputs]
     known = []  # inputs by position, of which the call may see the last before `start`
     for row, (before, count) in enumerate(zip(start, lengths, strict=True)):
         for x in inputs:
             x[row, count:] = np.nan
+        if outside[row]:
+            known.append(None)
+            continue
         past = rng.standard_normal((before, layer.channels)).astype(dtype)
         for position in range(max(0, before - layer.taps + 1), before):
-            ring[row, :, position % layer.taps] = past[position]
+            ring[rows[row], :, position % layer.taps] = past[position]
         if before:
-            state[row] = rng.standard_normal(state[row].shape)
+            state[rows[row]] = rng.standard_normal(state[row].shape)
         known.append(np.concatenate([past, inputs[0][row, :count]]))
     weights = layer.conv_weight.astype(dtype), layer.a_log, layer.dt_bias
     counts = np.array(start, np.int32), np.array(lengths, np.int32)
+    if slots is not None:
+        counts += (np.array(slots, np.int32),)
     mixed, new_ring, new_state = map(np.asarray, run(*inputs, *weights, ring, state, *counts))
     assert (mixed.dtype, new_ring.dtype, new_state.dtype) == (dtype, dtype, state.dtype)
 
     wide = [x.astype(np.float64) for x in weights]
     own = 1e-5 if width == 1 else 1e-4
-    for row, (before, count) in enumerate(zip(start, lengths, strict=True)):
-        assert not mixed[row, count:].any()
+    state_bar = own if width == 1 or dtype == jnp.float32 else 1e-3
+    counts = np.where(outside, 0, lengths)
+    for row in set(range(held)) - set(rows[counts > 0]):
+        assert new_ring[row].tobytes() == ring[row].tobytes()
+        assert new_state[row].tobytes() == state[row].tobytes()
+    for row, (before, count) in enumerate(zip(start, counts, strict=True)):
+        assert not (zero_padding and mixed[row, count:].any())
         if count == 0:
-            assert new_ring[row].tobytes() == ring[row].tobytes()
-            assert new_state[row].tobytes() == state[row].tobytes()
             continue
         history = np.zeros((layer.taps - 1, layer.channels))
         seen = known[row][max(0, before - layer.taps + 1) : before]
         history[layer.taps - 1 - len(seen) :] = seen
         real = [x[row, :count].astype(np.float64) for x in inputs]
-        given = state[row].astype(np.float64) if before else None
+        at = rows[row]
+        given = state[at].astype(np.float64) if before else None
         read, after = layer.oracle(*real, *wide, state=given, history=history)
         bar = own if dtype == jnp.float32 else decode_bar(read, dtype.name)
         assert relative_error(mixed[row, :count], read) <= bar
-        bar = own if state.dtype == jnp.float32 else decode_bar(after, state.dtype.name)
-        assert relative_error(new_state[row], after) <= bar
-        assert_ring(new_ring[row], known[row])
+        bar = state_bar if state.dtype == jnp.float32 else decode_bar(after, state.dtype.name)
+        assert relative_error(new_state[at], after) <= bar
+        assert_ring(new_ring[at], known[row])
 
 
 DECODING = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16", "state_dtype": "bfloat16"},
+    "slots": {"slots": (8, 0, 3, -1, 7, 9, 2)},
 }
 
 
@@ -99,12 +126,18 @@ def check_chunks(kind, run):
         qkv = np.ascontiguousarray(qkv.swapaxes(0, 1))
     if kind == "repeating, weak decays":
         a = a - 12
-    if kind == "repeating, strong decays at times":
+    if "strong decays at times" in kind:
         a = np.where(np.random.default_rng(5).random(a.shape) < 0.2, 30, -12).astype(np.float32)
-    check(CHUNKS, [qkv, b, a], START, LENGTHS, run)
+    options = {"dtype": "bfloat16", "slots": (3, 7, 0, 1, 8, 5)} if "bfloat16" in kind else {}
+    check(CHUNKS, [qkv, b, a], START, LENGTHS, run, **options)
 
 
-KINDS = ("random", "repeating, weak decays", "repeating, strong decays at times")
+KINDS = (
+    "random",
+    "repeating, weak decays",
+    "repeating, strong decays at times",
+    "bfloat16, strong decays at times, slots",
+)
 
 
 @pytest.mark.parametrize("name", DECODING)
@@ -115,6 +148,21 @@ def test_interpreted_decoding_equals_the_formulas(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpreted_chunks_equal_the_formulas(kind):
     check_chunks(kind, run_interpreted)
+
+
+@pytest.mark.parametrize("length", [1, 65])
+def test_the_reference_takes_slots(length):
+    start, lengths = (0, 1, 2, 3, 6), (1, 1, 0, 1, 1) if length == 1 else (65, 1, 0, 64, 63)
+    run = jax.jit(functools.partial(gated_delta_rule, implementation="reference"))
+    check(
+        CHUNKS,
+        CHUNKS.inputs(5, length),
+        start,
+        lengths,
+        run,
+        slots=(6, -1, 3, 0, 7),
+        zero_padding=False,
+    )
 
 
 @pytest.mark.gpu
@@ -201,9 +249,36 @@ def test_calls_without_a_meaning_are_refused_by_all(heads, reason):
         assert any(reason in text for text in said)
 
 
+@pytest.mark.parametrize(
+    ("rows", "slots", "reason"),
+    [
+        ((9, 9), None, "have (9, 9) rows, not 8 each: name their slots"),
+        ((9, 8), (8,), "have (9, 8) rows, not as many each"),
+        ((9, 9), (9,), "slots is int32[9], not int32[8]"),
+    ],
+)
+def test_slots_fit_sequences_and_states(rows, slots, reason):
+    arguments = list(SPECS["decode, batch 8"].arguments())
+    for at, count in zip((6, 7), rows, strict=True):
+        x = arguments[at]
+        arguments[at] = jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
+    slots = None if slots is None else jax.ShapeDtypeStruct(slots, jnp.int32)
+    choice = api.OPERATION.choose(*arguments, slots, implementation=None, target=H200)
+    assert choice.chosen is None
+    assert all(any(reason in text for text in said) for said in choice.refused.values())
+
+
+@pytest.mark.parametrize("name", ["decode, batch 8", "prefill, 512 tokens"])
+def test_kernels_with_slots_lower_for_cuda(name):
+    arguments = SPECS[name].arguments()
+    slots = jax.ShapeDtypeStruct(arguments[9].shape, jnp.int32)
+    module = lower_for_cuda(gated_delta_rule, *arguments, slots)
+    assert module.count("xla.gpu.triton") == (1 if "decode" in name else 4)
+
+
 def test_many_programs_take_wider_tiles_and_small_memories_load_nothing_ahead():
     state = {name: SPECS[name].arguments()[7] for name in ("decode, batch 1", "decode, batch 64")}
-    tiles = [decode_config(H200, each).tile for each in state.values()]
+    tiles = [decode_config(H200, each.shape[0], each).tile for each in state.values()]
     assert tiles == [32, 64]
     small = Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))
     given = jnp.dtype(jnp.bfloat16), state["decode, batch 1"]
