@@ -51,6 +51,8 @@ class QwenConfig:
         linear_key_head_dim: Width of a key head of linear attention.
         linear_value_head_dim: Width of a value head of linear attention.
         linear_conv_kernel_dim: Taps of the causal convolution of linear attention.
+        mamba_ssm_dtype: Dtype that the cache keeps the state of linear attention in, `float32` or
+            `bfloat16`; computed in float32 either way.
         num_experts: Routed experts of a sparse layer; 0 makes every layer dense.
         num_experts_per_tok: Experts that one token uses.
         moe_intermediate_size: Width of a routed expert, or one a layer.
@@ -95,6 +97,7 @@ class QwenConfig:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 4
+    mamba_ssm_dtype: str = "float32"
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int | tuple[int, ...] = 0

@@ -18,7 +18,8 @@ class RecurrentState:
         conv: [B, C, W] in the model's dtype, a ring: column p % W holds the convolution's input at
             position p. A ring of W columns, though only W - 1 are read, lets a kernel write the new
             column while others still read theirs.
-        delta: float32 [B, value heads, key width, value width].
+        delta: [B, value heads, key width, value width], float32 unless the config has another
+            `mamba_ssm_dtype`.
     """
 
     conv: Array
@@ -30,7 +31,10 @@ def empty_recurrent(config: QwenConfig, batch: int) -> RecurrentState:
     heads = config.linear_num_value_heads
     delta = (batch, heads, config.linear_key_head_dim, config.linear_value_head_dim)
     conv = (batch, config.conv_dim, config.linear_conv_kernel_dim)
-    return RecurrentState(jnp.zeros(conv, jnp.dtype(config.dtype)), jnp.zeros(delta, jnp.float32))
+    return RecurrentState(
+        jnp.zeros(conv, jnp.dtype(config.dtype)),
+        jnp.zeros(delta, jnp.dtype(config.mamba_ssm_dtype)),
+    )
 
 
 def copy_rows(state: RecurrentState, source: Array) -> RecurrentState:

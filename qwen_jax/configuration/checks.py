@@ -62,6 +62,9 @@ def _check_values(config: QwenConfig, family: Family, findings: Findings) -> Non
     if config.implementation not in (None, *IMPLEMENTATIONS):
         accepted = f"{' or '.join(IMPLEMENTATIONS)}, or None for the first that takes a call"
         findings.refuse("implementation", config.implementation, accepted)
+    for name in ("dtype", "mamba_ssm_dtype"):
+        if getattr(config, name) not in DTYPES:
+            findings.refuse(name, getattr(config, name), " or ".join(DTYPES))
     for name in ("layer_types", "mlp_only_layers", "eos_token_id"):
         if not isinstance(getattr(config, name), tuple):
             findings.refuse(name, getattr(config, name), "a tuple")

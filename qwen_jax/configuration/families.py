@@ -23,7 +23,7 @@ MAY_BE_ZERO = (*WIDTHS, "num_experts", "num_experts_per_tok", "mtp_num_hidden_la
 
 # How `use_sliding_window` chooses layers: the last ones, every other one of the first ones, or all.
 SlidingRule = Literal["from_max_window_layers", "even_below_max_window_layers", "all"]
-Default = int | float | bool | tuple[int, ...] | None
+Default = int | float | bool | str | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ _HYBRID: dict[str, Default] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
     "mtp_num_hidden_layers": 0,
 }
 

@@ -118,6 +118,8 @@ def read_fields(values: Mapping[str, object], findings: Findings) -> dict[str, A
         findings.notes.append(
             f"partial_rotary_factor is used; transformers rotates the whole head of {model_type}"
         )
+    if read.get("mamba_ssm_dtype") == "bfloat16":
+        findings.notes.append("mamba_ssm_dtype bfloat16 is used; transformers keeps float32")
     both = (text, values) if text is not values else (text,)
     read["bos_token_id"] = next(iter(_token_ids("bos_token_id", both, findings)), None)
     read["pad_token_id"] = next(iter(_token_ids("pad_token_id", both, findings)), None)
@@ -208,6 +210,8 @@ def _read_one(reader: FieldReader, name: str, default: Default) -> Any:
         return reader.flag(name, default)
     if isinstance(default, float):
         return reader.number(name, default)
+    if isinstance(default, str):
+        return reader.values[name] if reader.given(name) else default
     if isinstance(default, tuple):
         return reader.integers(name)
     if default is None:

@@ -84,6 +84,8 @@ def test_bytes_of_35b_a3b(a3b):
     coded = 10 * 2 * (2 * 256 + 2 * F32) + 10 * 2 * 256 * BF16 // 64
     assert accounting.kv_bytes_per_token(a3b, "int8") == coded == 10_560
     assert accounting.delta_bytes_per_sequence(a3b) == 15_728_640 * F32
+    short = dataclasses.replace(a3b, mamba_ssm_dtype="bfloat16")
+    assert accounting.delta_bytes_per_sequence(short) == 15_728_640 * BF16
     assert accounting.conv_bytes_per_sequence(a3b) == 30 * 8192 * 4 * BF16
     state = 15_728_640 * F32 + 30 * 8192 * 4 * BF16
     assert accounting.state_bytes_per_sequence(a3b) == state

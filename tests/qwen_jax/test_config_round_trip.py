@@ -228,11 +228,21 @@ def test_fields_without_influence_are_ignored():
         "quantization_config": {"quant_method": "gptq"},
         "use_cache": True,
         "output_router_logits": False,
-        "mamba_ssm_dtype": "bfloat16",
         "max_window_layers": 4,
         "something_new": {"a": 1},
     }
     assert read("qwen3_next", **extra) == read("qwen3_next")
+
+
+def test_the_dtype_of_the_recurrent_state():
+    assert read("qwen3_5").mamba_ssm_dtype == read("qwen2").mamba_ssm_dtype == "float32"
+    assert read("qwen3_5", mamba_ssm_dtype=None).mamba_ssm_dtype == "float32"
+    with pytest.warns(match="mamba_ssm_dtype bfloat16 is used; transformers keeps float32"):
+        config = read("qwen3_5", mamba_ssm_dtype="bfloat16")
+    assert config.mamba_ssm_dtype == config.to_hf()["mamba_ssm_dtype"] == "bfloat16"
+    for refused in ("float16", 16):
+        with pytest.raises(ConfigError, match=f"mamba_ssm_dtype is {refused!r}; accepted: float32"):
+            read("qwen3_next", mamba_ssm_dtype=refused)
 
 
 def test_rope_parameters_need_the_numbers_of_their_type():

@@ -227,6 +227,8 @@ def test_cache_has_room_for_every_row_unless_told_otherwise(config):
         assert kv.key.shape == kv.value.shape == (3 * 2 + 1, 2, 64, 8)
         assert kv.key.dtype == kv.value.dtype == recurrent.conv.dtype == jnp.dtype(dtype)
         assert recurrent.delta.dtype == jnp.float32
+    cache = init_cache(dataclasses.replace(config, mamba_ssm_dtype="bfloat16"), 3, 100)
+    assert cache.layers[0].delta.dtype == jnp.bfloat16
     cache = init_cache(config, 3, 100, block_size=128, num_blocks=2)
     assert cache.blocks.table.shape == (3, 1)
     assert cache.layers[1].key.shape == (3, 2, 128, 8)
