@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -40,7 +41,6 @@ def product(a: Parts, b: Parts, onto: Array | None = None) -> Float[Array, "m n"
     """
     count = max(len(a), len(b))
     pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < count]
-    for i, j in sorted(pairs, key=sum, reverse=True):  # small terms first
-        term = jnp.dot(a[i], b[j], preferred_element_type=jnp.float32)
-        onto = term if onto is None else onto + term
-    return onto
+    pairs = sorted(pairs, key=sum, reverse=True)  # small terms first
+    terms = [jnp.dot(a[i], b[j], preferred_element_type=jnp.float32) for i, j in pairs]
+    return functools.reduce(jnp.add, terms if onto is None else [onto, *terms])
