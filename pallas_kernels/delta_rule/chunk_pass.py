@@ -75,18 +75,20 @@ def pass_chunks(
 
         def chunk(number: Array, state: Array) -> Array:
             rows = pl.ds(number * CHUNK, CHUNK)
+            # Each load is where its value is used, so that few take shared memory at a time where
+            # nothing is loaded ahead.
             k = [keys[i, row, key_head, rows, :] for i in range(parts)]
-            q = [queries[i, row, key_head, rows, :] for i in range(parts)]
-            solve = [solution[i, row, head, rows, :] for i in range(parts)]
-            attend = [attention[i, row, head, rows, :] for i in range(parts)]
             decay, later = since[row, head, rows], until[row, head, rows]
             whole = since[row, head, number * CHUNK + CHUNK - 1]
 
             before = split(state, parts)
             predicted = product(before, [x.T for x in k])
+            q = [queries[i, row, key_head, rows, :] for i in range(parts)]
             read = product(before, [x.T for x in q]) * decay[None, :]
             missing = values[row, head, columns, rows] - predicted * decay[None, :]
+            solve = [solution[i, row, head, rows, :] for i in range(parts)]
             written = product(split(missing, parts), [x.T for x in solve])
+            attend = [attention[i, row, head, rows, :] for i in range(parts)]
             store(number, product(split(written, parts), [x.T for x in attend], read))
             state = product(split(written * later[None, :], parts), k, state * whole)
             return state
@@ -106,9 +108,8 @@ def pass_chunks(
             new_state[slot, head, :, columns] = after.T.astype(new_state.dtype)
 
     arrays = (*inputs, solution, overlap.attention, overlap.since, overlap.until)
-    arrays += (
-        (delta_state, start, lengths) if slots is None else (delta_state, start, lengths, slots)
-    )
+    arrays += (delta_state, start, lengths)
+    arrays += () if slots is None else (slots,)
     mixed, state = triton_call(
         kernel,
         num_warps=config.num_warps,
