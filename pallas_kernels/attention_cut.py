@@ -10,7 +10,7 @@ from ._compat import Target
 MOST_SPLITS = 32
 # Rows and tokens a step in float32, by head dim: more would not fit into the registers, since each
 # operand is held as two halves.
-FLOAT32_TILES = {64: (64, 32), 128: (32, 32), 256: (32, 16)}
+FLOAT32_TILES = {64: (64, 32), 128: (32, 32), 256: (64, 16)}
 
 
 @dataclasses.dataclass(frozen=True)

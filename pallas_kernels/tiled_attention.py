@@ -64,23 +64,29 @@ class Softmax(NamedTuple):
         scale: float,
         values: Float[Array, "S H"],
         visible: Bool[Array, "R S"] | None,
+        patient: bool,
     ) -> Softmax:
         """One more tile; all of it is visible if `visible` is None.
 
-        What was summed is rescaled only when a largest score has grown a lot: weights may be up to
-        2^PATIENCE, which float32 sums bear, and most tiles go without that work.
+        If patient, what was summed is rescaled only when a largest score has grown a lot: weights
+        may be up to 2^PATIENCE, which float32 sums bear, and most tiles go without that work.
         """
         if visible is not None:
             scores = jnp.where(visible, scores, LOWEST)
         largest = jnp.maximum(self.largest, jnp.max(scores, axis=1))
-        grown = jnp.max(largest - self.largest) > PATIENCE / scale
-        largest = jnp.where(grown, largest, self.largest)
+        grown = None
+        if patient:
+            grown = jnp.max(largest - self.largest) > PATIENCE / scale
+            largest = jnp.where(grown, largest, self.largest)
         decay = jnp.exp2((self.largest - largest) * scale)
         weights = jnp.exp2(multiply_add(scores, scale, (-scale * largest)[:, None]))
         if visible is not None:
             # In a row that has seen nothing so far, hidden scores are the largest too.
             weights = jnp.where(visible, weights, 0.0)
-        mixed = jax.lax.cond(grown, lambda x: x * decay[:, None], lambda x: x, self.mixed)
+        if grown is None:
+            mixed = self.mixed * decay[:, None]
+        else:
+            mixed = jax.lax.cond(grown, lambda x: x * decay[:, None], lambda x: x, self.mixed)
         return Softmax(
             largest,
             self.total * decay + jnp.sum(weights, axis=1),
@@ -104,6 +110,7 @@ def attend(
     load: Load,
     cut: Cut,
     *,
+    patient: bool,
     sinks: int = 0,
     split: Array | int = 0,
 ) -> Softmax:
@@ -117,6 +124,8 @@ def attend(
         sight: what each row sees.
         load: reads a tile.
         cut: how the work is cut.
+        patient: see `Softmax.add`. On an H200 that gains 7 % where tokens lie in a row, and loses
+            8 % where each tile is looked up in a table first.
         sinks: this many first tokens are seen besides, as far as they are not after `last`.
         split: which of the `cut.splits` parts of the tokens to look at.
     """
@@ -126,7 +135,7 @@ def attend(
 
     def plain(number: Array, state: Softmax) -> Softmax:
         keys, values = load(number, None)
-        return state.add(dot(q, keys.T), scale, values, None)
+        return state.add(dot(q, keys.T), scale, values, None, patient)
 
     def masked(index: Array, state: Softmax) -> Softmax:
         number = span.masked_tile(index)
@@ -135,7 +144,7 @@ def attend(
         keys, values = load(number, seen & (token <= span.latest))
         visible = (token[None, :] >= sight.first[:, None]) | (token < sinks)[None, :]
         visible &= token[None, :] <= sight.last[:, None]
-        return state.add(dot(q, keys.T), scale, values, visible)
+        return state.add(dot(q, keys.T), scale, values, visible, patient)
 
     def share(count: Array) -> tuple[Array, Array]:
         return count * split // cut.splits, count * (split + 1) // cut.splits

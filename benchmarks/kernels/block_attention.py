@@ -83,7 +83,9 @@ class Inputs:
 
         @jax.jit
         def pool(key: jax.Array, live: jax.Array, centre: jax.Array) -> jax.Array:
-            values = jax.random.normal(key, shape, dtype) + centre.astype(dtype)
+            # Drawn in float32: in bfloat16 there would be a few hundred different numbers, whose
+            # roundings to int8 have the same sign again and again.
+            values = (jax.random.normal(key, shape, jnp.float32) + centre).astype(dtype)
             return jnp.where(live[:, None, :, None], values, jnp.nan)
 
         q_shape = (len(owned), spec.new_tokens, spec.query_heads, spec.width)
@@ -184,6 +186,9 @@ def check(spec: Spec, inputs: Inputs, run: Any) -> dict[str, Any]:
         "bar": decode_bar(expected, spec.dtype),
         "repeats": all(np.array_equal(result, other) for other in again),
     }
+    if spec.int8 and spec.dtype == "float32":
+        # The outlier makes scores so large that their own rounding shows.
+        row["bar"] += 4 * OUTLIER / spec.width**0.5 * 2**-23
     row["right"] = bool(row["error"] <= row["bar"] and row["repeats"])
     if spec.int8:
         exact = inputs.expected(spec, rounded=False)

@@ -125,7 +125,7 @@ def _prepared(
     token: Int[Array, " t"],
     wanted: Bool[Array, " t"],
 ) -> Float[Array, "t H"]:
-    """Rows of projections, normalised and rotated; zero where not wanted."""
+    """Rows of projections, normalised and rotated in float32; zero where not wanted."""
     half, dtype = shape.half, ref.dtype
     column = jnp.arange(shape.width, dtype=jnp.int32)
     turns, ahead = column < 2 * half, column < half
@@ -142,7 +142,7 @@ def _prepared(
 
         def normal(x: Array, column: Array) -> Array:
             weight = plt.load(weight_ref.at[column]).astype(jnp.float32) + more
-            return (x * factor * weight[None, :]).astype(dtype).astype(jnp.float32)
+            return x * factor * weight[None, :]
 
         x, other = normal(x, column), normal(other, partner)
     turned = x * cos + jnp.where(ahead[None, :], -other, other) * sin

@@ -48,9 +48,10 @@ def attention_inputs(
     """See `api.attention_inputs`."""
 
     def prepared(x: Float[Array, "B T n H"], weight: Array | None) -> Float[Array, "B T n H"]:
+        wide = x.astype(jnp.float32)
         if weight is not None:
-            x = _norm(x, weight, eps, zero_centred)
-        return _rotate(x, cos, sin)
+            wide = _norm(wide, weight, eps, zero_centred)
+        return _rotate(wide, cos, sin).astype(x.dtype)
 
     q, k = prepared(q[..., : k.shape[-1]], q_weight), prepared(k, k_weight)
     if key_blocks is None or value_blocks is None or block_table is None or positions is None:
@@ -105,11 +106,11 @@ def refusals(
 def _norm(
     x: Float[Array, "B T n H"], weight: Float[Array, " H"], eps: float, zero_centred: bool
 ) -> Float[Array, "B T n H"]:
-    """Root-mean-square norm of each head in float32, rounded once."""
-    wide, scale = x.astype(jnp.float32), weight.astype(jnp.float32)
+    """Root-mean-square norm of each head."""
+    scale = weight.astype(jnp.float32)
     scale = 1.0 + scale if zero_centred else scale
-    normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normal * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+    normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return normal * jnp.broadcast_to(scale, x.shape)
 
 
 def _rotate(
@@ -118,10 +119,8 @@ def _rotate(
     """Turns the first R dimensions, pairing i with i + R / 2; the others pass through."""
     half = cos.shape[-1]
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    wide = x[..., : 2 * half].astype(jnp.float32)
-    first, second = jnp.split(wide, 2, axis=-1)
+    first, second = jnp.split(x[..., : 2 * half], 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    turned = [part.astype(x.dtype) for part in turned]
     return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)
 
 

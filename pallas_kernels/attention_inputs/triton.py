@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target, triton_call, triton_refusals
-from ..block_attention.scales import BlockScales
+from ..block_attention.scales import BlockScales, pool_refusals
 from . import reference
 from .config import Config, heuristic
 from .kernel import Refs, Shape, work
@@ -40,6 +40,8 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     for name, (first, second, third) in rows.items():
         if first * second * third >= 2**31:
             reasons.append(f"{name} have {first * second * third} rows, 2^31 or more")
+    if key_blocks is not None:
+        reasons += pool_refusals(key_blocks)
     return reasons
 
 

@@ -70,7 +70,7 @@ def prefill(
         shape = (*key_blocks.shape, block_table.shape[1])
         find = _find(shape, cut.tile, table_ref, sequence, head)
         load = _load(find, key_ref, value_ref, scale_refs, q.dtype)
-        state = attend(q, sight, load, cut, sinks=sinks, split=split)
+        state = attend(q, sight, load, cut, patient=False, sinks=sinks, split=split)
         if cut.splits == 1:
             store_rows(out_refs[0], place, exists, state.result(sight.any))
             return

@@ -29,6 +29,16 @@ class BlockScales(NamedTuple):
     key_base: Any
 
 
+def pool_refusals(blocks: Any) -> list[str]:
+    """Why no Triton kernel takes a pool of this size.
+
+    JAX addresses arrays below 2^32 bytes by signed 32-bit numbers of elements, which int8 exceeds.
+    """
+    if blocks.dtype.itemsize == 1 and blocks.size >= 2**31:
+        return [f"the int8 pool has {blocks.size} codes, 2^31 or more"]
+    return []
+
+
 def quantise(x: Float[Array, "*r H"]) -> tuple[Int8[Array, "*r H"], Float[Array, "*r"]]:
     """Codes of float32 rows, and the scale of each row; a row of zeros has the scale zero.
 

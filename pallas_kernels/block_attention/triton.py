@@ -11,7 +11,7 @@ from . import reference
 from .config import Config, heuristic
 from .decode import Parts, attend, combine
 from .prefill import prefill
-from .scales import BlockScales
+from .scales import BlockScales, pool_refusals
 from .shape import Shape
 from .specs import BLOCK_SIZES, DTYPES, HEAD_WIDTHS
 
@@ -61,6 +61,7 @@ def refusals(
         )
     if blocks * kv_heads * block_size >= 2**31:
         reasons.append(f"the pool has {blocks * kv_heads * block_size} rows, 2^31 or more")
+    reasons += pool_refusals(key_blocks)
     return reasons
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._compat import Target
+from ..tuning import tuned
 from .rule import CHUNK
 
 
@@ -41,7 +42,10 @@ class PassConfig:
 
 def decode_config(target: Target, batch: int, delta_state: Any) -> DecodeConfig:
     """For so many sequences with a state of these shapes on this device."""
-    _, heads, _, width = delta_state.shape
+    _, heads, key_width, width = delta_state.shape
+    key = f"batch={batch} heads={heads} widths={key_width}x{width} {delta_state.dtype}"
+    if (entry := tuned("delta_rule decode", target, key)) is not None:
+        return DecodeConfig(**entry)
     # Wider tiles repeat less of the convolution, narrower ones fill more multiprocessors.
     crowded = batch * heads * width // 64 >= 4 * target.cores
     return DecodeConfig(min(width, 64 if crowded else 32), 4)
@@ -58,7 +62,10 @@ def part_count(dtype: Any) -> int:
 
 def pass_config(target: Target, dtype: Any, delta_state: Any) -> PassConfig:
     """For read-outs of this dtype and a state of these shapes on this device."""
-    _, _, key_width, width = delta_state.shape
+    _, heads, key_width, width = delta_state.shape
+    key = f"heads={heads} widths={key_width}x{width} {dtype}"
+    if (entry := tuned("delta_rule pass", target, key)) is not None:
+        return PassConfig(**entry)
     tile = min(width, 64)
     # Queries, keys, two matrices of the chunk; and values.
     chunk = CHUNK * (2 * part_count(dtype) * 2 * (key_width + CHUNK) + 4 * tile)

@@ -60,7 +60,7 @@ def attend_causally(
             return load_rows(key_ref, place, wanted), load_rows(value_ref, place, wanted)
 
         place = ((sequence * length + token) * kv_heads + head) * group + row % group
-        state = attend(load_rows(q_ref, place, sight.any), sight, load, cut)
+        state = attend(load_rows(q_ref, place, sight.any), sight, load, cut, patient=True)
         store_rows(refs[-1], place, exists, state.result(sight.any))
 
     call = triton_call(

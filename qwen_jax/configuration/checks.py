@@ -57,8 +57,6 @@ def _check_values(config: QwenConfig, family: Family, findings: Findings) -> Non
         findings.refuse("router_aux_loss_coef", config.router_aux_loss_coef, "a number, 0 or more")
     if config.hidden_act != "silu":
         findings.refuse("hidden_act", config.hidden_act, "'silu'")
-    if config.dtype not in DTYPES:
-        findings.refuse("dtype", config.dtype, " or ".join(DTYPES))
     if config.implementation not in (None, *IMPLEMENTATIONS):
         accepted = f"{' or '.join(IMPLEMENTATIONS)}, or None for the first that takes a call"
         findings.refuse("implementation", config.implementation, accepted)
