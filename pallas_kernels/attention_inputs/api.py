@@ -38,7 +38,7 @@ def attention_inputs(
 ) -> AttentionInputs:
     """Norm and rotation of queries and keys; keys and values go into the cache, if there is one.
 
-    Norms are computed in float32 and rounded once, rotations as well. A token at position p goes to
+    Computed in float32 and rounded once, behind the rotation. A token at position p goes to
     row p % Z of block block_table[b, p // Z]. Padding, a position beyond the table and a block
     number outside the pool write nothing.
 

@@ -96,13 +96,12 @@ class Inputs:
         return cls(arrays, spec.settings() | {"eps": EPS})
 
     def turned(self, x: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
-        """Norm and rotation of heads [B, T, n, H] in float64, each rounded to their dtype."""
+        """Norm and rotation of heads [B, T, n, H] in float64."""
         cos, sin = (table[:, :, None].astype(np.float64) for table in self.arrays[3:5])
         wide = x.astype(np.float64)
         if weight is not None:
             scale = weight.astype(np.float64) + self.settings["zero_centred"]
             wide = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * scale
-            wide = wide.astype(x.dtype).astype(np.float64)
         half = cos.shape[-1]
         first, second = wide[..., :half], wide[..., half : 2 * half]
         turned = [first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]]

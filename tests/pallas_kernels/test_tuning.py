@@ -50,12 +50,14 @@ KERNELS = {
     "delta_rule decode": Kernel(
         delta_rule,
         delta_rule.config.DecodeConfig,
-        lambda target, *arrays: delta_rule.config.decode_config(target, arrays[7]),
+        lambda target, *arrays: delta_rule.config.decode_config(
+            target, arrays[0].shape[0], arrays[7]
+        ),
     ),
     "delta_rule pass": Kernel(
         delta_rule,
         delta_rule.config.PassConfig,
-        lambda target, *arrays: delta_rule.config.pass_config(target, arrays[7]),
+        lambda target, *arrays: delta_rule.config.pass_config(target, arrays[0].dtype, arrays[7]),
     ),
     "rms_norm": Kernel(
         rms_norm,
@@ -90,9 +92,9 @@ def test_calls_use_the_entry_of_their_shape(monkeypatch, name):
 
 
 def test_measured_entries_are_found_and_others_are_not():
-    key = "batch=1 heads=32 widths=128x128"
-    entry = {"tile": 32, "num_warps": 4, "num_stages": 2}
-    assert tuning.tuned("delta_rule pass", H200, key) == entry
-    assert tuning.tuned("delta_rule pass", H200, "batch=3 heads=32 widths=128x128") is None
+    device, kernel, key, fields = ENTRIES[0]
+    assert device == "nvidia-h200"
+    assert tuning.tuned(kernel, H200, key) == fields
+    assert tuning.tuned(kernel, H200, f"{key} and more") is None
     assert tuning.tuned("no kernel", H200, key) is None
-    assert tuning.tuned("delta_rule pass", Target("gpu", "NVIDIA A100", 108, (8, 0)), key) is None
+    assert tuning.tuned(kernel, Target("gpu", "NVIDIA A100", 108, (8, 0)), key) is None
