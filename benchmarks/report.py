@@ -1,4 +1,4 @@
-"""Write the result tables of README.md from the JSON files in benchmarks/results.
+"""Write the result tables of README.md and docs from the JSON files in benchmarks/results.
 
 python benchmarks/report.py          rewrite the tables
 python benchmarks/report.py --check  exit with 1 if they are not what the results say
@@ -7,6 +7,7 @@ python benchmarks/report.py --check  exit with 1 if they are not what the result
 import json
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,52 @@ def loading_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"bench": bench_table, "conversion": conversion_table, "loading": loading_table}
+KERNELS = ("attention_inputs", "block_attention", "flash_attention", "delta_rule", "rms_norm")
+
+
+def kernels_table() -> str:
+    """Error and time of each kernel's cases, and what they are compared with."""
+    lines = [
+        "| operation | case | error | bar | time | beside it | commit |",
+        "|---|---|---:|---:|---:|---|---|",
+    ]
+    for operation in KERNELS:
+        for result in results(operation):
+            for case, figures in result["figures"].items():
+                if "seconds" not in figures:
+                    continue
+                lines.append(
+                    _row(
+                        operation,
+                        case,
+                        f"{figures['error']:.1e}",
+                        f"{figures['bar']:.1e}",
+                        f"{figures['seconds'] * 1e6:,.1f} us",
+                        _beside(figures),
+                        (result["commit"] or "")[:7],
+                    )
+                )
+    return "\n".join(lines)
+
+
+def _beside(figures: dict[str, Any]) -> str:
+    """What a kernel's time is compared with."""
+    found = []
+    if figures.get("of_copy", 0) >= 0.1:
+        found.append(f"{figures['of_copy']:.0%} of the copy")
+    if "flops" in figures:
+        found.append(f"{figures['flops'] / figures['seconds'] / 1e12:.0f} TFLOP/s")
+    if (xla := figures.get("xla_seconds", figures.get("reference_seconds"))) is not None:
+        found.append(f"XLA {xla * 1e6:,.1f} us")
+    if "norm_error_of_int8" in figures:
+        found.append(f"error of int8 {figures['norm_error_of_int8']:.1%} by norm")
+    return ", ".join(found)
+
+
+TABLES = {
+    "README.md": {"bench": bench_table, "conversion": conversion_table, "loading": loading_table},
+    "docs/kernels.md": {"kernels": kernels_table},
+}
 
 
 def _row(*cells: object) -> str:
@@ -107,21 +153,27 @@ def _gigabytes(nbytes: float) -> str:
 
 
 def main() -> int:
-    """Rewrite or check the README."""
-    readme = ROOT / "README.md"
-    text = written = readme.read_text(encoding="utf-8")
-    for name, table in TABLES.items():
+    """Rewrite or check the documents."""
+    current = True
+    for name, tables in TABLES.items():
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        written = _filled(text, tables)
+        current &= written == text
+        if "--check" not in sys.argv[1:]:
+            path.write_text(written, encoding="utf-8")
+    return 0 if current or "--check" not in sys.argv[1:] else 1
+
+
+def _filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    for name, table in tables.items():
         begin = f"<!-- results: {name} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(END), re.DOTALL)
-        if not pattern.search(written):
-            print(f"{readme}: no table between {begin} and {END}", file=sys.stderr)
-            return 1
+        if not pattern.search(text):
+            raise SystemExit(f"no table between {begin} and {END}")
         block = f"{begin}\n{table()}\n{END}"
-        written = pattern.sub(lambda _, block=block: block, written)
-    if "--check" in sys.argv[1:]:
-        return int(written != text)
-    readme.write_text(written, encoding="utf-8")
-    return 0
+        text = pattern.sub(lambda _, block=block: block, text)
+    return text
 
 
 if __name__ == "__main__":

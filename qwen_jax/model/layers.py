@@ -20,7 +20,10 @@ def parameter(shape: tuple[int, ...], dtype: str) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b in the weight's dtype; the weight is [out, in] as in the checkpoints."""
+    """y = x W^T + b in the weight's dtype; the weight is [out, in] as in the checkpoints.
+
+    Summed in float32: asked for bfloat16, XLA rounds each product of a matrix and one vector.
+    """
 
     def __init__(self, inputs: int, outputs: int, dtype: str, *, bias: bool = False):
         self.weight = parameter((outputs, inputs), dtype)
@@ -28,7 +31,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         weight = self.weight[...]
-        y = jnp.einsum("...i,oi->...o", x.astype(weight.dtype), weight)
+        x = x.astype(weight.dtype)
+        y = jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
+        y = y.astype(weight.dtype)
         if self.bias is None:
             return y
         return y + jnp.broadcast_to(self.bias[...], y.shape)
