@@ -58,7 +58,7 @@ def chat(
     """
     notes = Notes(quiet=quiet)
     accept_any_text()
-    folder = ModelFolder.open(model, dtype, implementation, notes, revision)
+    folder = ModelFolder.open(model, dtype, notes, revision, implementation)
     options = folder.sampling(sampling, notes)
     conversation = Conversation(folder, template, limits, options, notes)
     conversation.refuse_early()

@@ -61,7 +61,7 @@ def generate(
     accept_any_text()
     if not chat:
         template.refuse_without_chat()
-    folder = ModelFolder.open(model, dtype, implementation, notes, revision)
+    folder = ModelFolder.open(model, dtype, notes, revision, implementation)
     request = _Request(
         folder,
         _prompt(folder, prompt, prompt_ids, template if chat else None),

@@ -83,9 +83,14 @@ def _row(call: Call, number: int) -> dict[str, Any]:
         "calls": number,
         "implementation": call.choice.chosen,
         "arrays": dict(call.arrays),
-        "settings": dict(call.settings),
+        "settings": {name: _plain(value) for name, value in call.settings.items()},
         "refused": {name: list(why) for name, why in call.choice.refused.items()},
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON holds it: dtypes by name."""
+    return value if isinstance(value, int | float | None) else str(value)
 
 
 def as_text(report: dict[str, Any]) -> str:

@@ -43,18 +43,18 @@ class ModelFolder:
         cls,
         name: str,
         dtype: str | None,
-        implementation: str | None,
         notes: Notes,
         revision: str | None = None,
+        implementation: str | None = None,
     ) -> ModelFolder:
         """Read configuration and tokenizer; a model of the Hub is fetched where it is not cached.
 
         Args:
             name: a folder, "demo", or the id of a model on the Hub.
             dtype: the dtype asked for; by default the folder's own, but float32 on a CPU.
-            implementation: how every operation is to run; None for the first that takes each call.
             notes: told of fetching, and when the default is not the folder's own.
             revision: branch, tag or commit of the Hub model.
+            implementation: how every operation is to run; None for the first that takes each call.
 
         Raises:
             CheckpointError: no such folder, a damaged one, or one that cannot be fetched.
