@@ -7,7 +7,6 @@ deprecated since 0.11, so everything that names it is here or in an operation's 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
@@ -50,25 +49,20 @@ class Target:
 
 H200 = Target("gpu", "NVIDIA H200", 132, (9, 0))
 
-_forced: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+# JAX traces again where its value changes.
+_forced = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def targeting(target: Target) -> Iterator[None]:
-    """Calls traced inside are for this device, whatever JAX runs on.
-
-    A function that was already compiled is not traced again: give `jax.jit` a new function.
-    """
-    token = _forced.set(target)
-    try:
+    """Calls traced inside are for this device, whatever JAX runs on."""
+    with _forced(target):
         yield
-    finally:
-        _forced.reset(token)
 
 
 def current_target() -> Target:
     """The device that a call traced now is for."""
-    forced = _forced.get()
+    forced = _forced.value
     if forced is not None:
         return forced
     device = getattr(jax.config, "jax_default_device", None)

@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ._compat import Target, current_target
+from .signature import contradictions
 
 REFERENCE = "reference"
 
@@ -98,6 +101,7 @@ class Operation:
     def __init__(self, name: str, implementations: Mapping[str, Implementation]):
         self.name = name
         self.implementations = implementations
+        self._functions: dict[Any, Callable[..., Any]] = {}
         self._warned = False
 
     def choose(
@@ -115,17 +119,18 @@ class Operation:
             target: the device; the current one if None.
             settings: the call's settings.
 
-        Raises:
-            ValueError: there is no implementation of that name.
+        Shapes and dtypes that contradict the definition's annotations, and settings that are no
+        plain values, are refused by all.
         """
         if implementation is not None and implementation not in self.implementations:
-            raise ValueError(
-                f"{self.name} has no implementation {implementation!r}; it has "
-                f"{', '.join(self.implementations)}, or None for the first that takes the call"
-            )
+            known = ", ".join(self.implementations)
+            return Choice(None, {implementation: [f"{self.name} has {known} only"]})
         target = current_target() if target is None else target
         names = list(self.implementations) if implementation is None else [implementation]
         refused = {}
+        wrong = contradictions(self.implementations[REFERENCE].run, arrays) or _unusable(settings)
+        if wrong:
+            return Choice(None, dict.fromkeys(names, wrong))
         for name in names:
             reasons = self.implementations[name].refusals(target, *arrays, **settings)
             if not reasons:
@@ -134,12 +139,12 @@ class Operation:
         return Choice(None, refused)
 
     def __call__(self, *arrays: Any, implementation: str | None, **settings: Any) -> Any:
-        """Compute the operation.
+        """Compute the operation. What is not yet a JAX array, NumPy's say, is made one.
 
         Raises:
             ExceptionGroup: nothing takes the call; one `Refused` an implementation that was asked.
-            ValueError: there is no implementation of that name.
         """
+        arrays = tuple(map(_as_array, arrays))
         choice = self.choose(*arrays, implementation=implementation, **settings)
         if (record := _record.get()) is not None:
             record.append(Call(self.name, self._named(arrays), settings, choice))
@@ -147,11 +152,22 @@ class Operation:
             raise self._error(choice, arrays, settings)
         if choice.chosen == REFERENCE and choice.refused:
             self._warn(choice)
-        reference = functools.partial(self.implementations[REFERENCE].run, **settings)
         if choice.chosen == REFERENCE:
-            return reference(*arrays)
-        run = functools.partial(self.implementations[choice.chosen].run, **settings)
-        return _with_gradient_of(reference, run)(*arrays)
+            return self.implementations[REFERENCE].run(*arrays, **settings)
+        return self._compiled(choice.chosen, tuple(settings.items()), current_target())(*arrays)
+
+    def _compiled(
+        self, name: str, settings: tuple[tuple[str, Any], ...], target: Target
+    ) -> Callable[..., Any]:
+        """One function for all calls alike: a new one would be traced and compiled again."""
+        key = name, settings, target
+        if key not in self._functions:
+            run, reference = (
+                functools.partial(self.implementations[each].run, **dict(settings))
+                for each in (name, REFERENCE)
+            )
+            self._functions[key] = jax.jit(_with_gradient_of(reference, run))
+        return self._functions[key]
 
     def _named(self, arrays: tuple[Any, ...]) -> dict[str, str]:
         names = inspect.signature(self.implementations[REFERENCE].run).parameters
@@ -162,9 +178,16 @@ class Operation:
     ) -> ExceptionGroup:
         call = [f"{name}: {text}" for name, text in self._named(arrays).items()]
         call += [f"{name}={value}" for name, value in settings.items()]
+        refused = choice.refused
+        if REFERENCE in refused:
+            # It is asked last and takes all that has a meaning: what others said besides is beside
+            # the point.
+            refused = {REFERENCE: refused[REFERENCE]}
+        reasons = [f"{name}: {'; '.join(why)}" for name, why in refused.items()]
         return ExceptionGroup(
-            f"no implementation of {self.name} that was asked takes ({', '.join(call)})",
-            [Refused(f"{name}: {'; '.join(why)}") for name, why in choice.refused.items()],
+            f"no implementation of {self.name} that was asked takes ({', '.join(call)}): "
+            f"{'; '.join(reasons)}",
+            [Refused(reason) for reason in reasons],
         )
 
     def _warn(self, choice: Choice) -> None:
@@ -192,6 +215,24 @@ def _with_gradient_of(reference: Callable[..., Any], run: Callable[..., Any]) ->
 
     differentiable.defvjp(forward, backward)
     return differentiable
+
+
+def _as_array(value: Any) -> Any:
+    """A JAX array, or a tuple of them with names; None stays."""
+    if value is None:
+        return None
+    if hasattr(value, "_fields"):
+        return jax.tree.map(jnp.asarray, value)
+    return value if isinstance(value, tuple) else jnp.asarray(value)
+
+
+def _unusable(settings: Mapping[str, Any]) -> list[str]:
+    """Settings that no kernel can be made for."""
+    return [
+        f"{name} is {_described(value)}; accepted is a plain Python value"
+        for name, value in settings.items()
+        if isinstance(value, jax.Array | np.ndarray)
+    ]
 
 
 def _described(array: Any) -> str:

@@ -13,8 +13,6 @@ from ._compat import INTERPRETER, Target, targeting
 def interpreted(cores: int = 4) -> AbstractContextManager[None]:
     """Kernels of calls traced inside are interpreted, on whatever JAX runs on.
 
-    What was compiled before is not traced again: give `jax.jit` a new function.
-
     Args:
         cores: how many multiprocessors the kernels are told there are. Each program costs time.
     """

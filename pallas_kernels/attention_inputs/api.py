@@ -72,7 +72,6 @@ def attention_inputs(
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(
         q,

@@ -56,7 +56,6 @@ def block_attention(
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(
         q,

@@ -93,9 +93,9 @@ def refusals(
     query_heads, kv_heads = q.shape[2], key_blocks.shape[1]
     if query_heads % kv_heads:
         reasons.append(f"{query_heads} query heads cannot share {kv_heads} key/value heads evenly")
-    if window is not None and window < 1:
-        reasons.append(f"window is {window}; accepted is a number from 1 on, or None")
-    if sinks < 0 or (sinks and window is None):
+    if window is not None and not (isinstance(window, int) and 1 <= window < 2**31):
+        reasons.append(f"window is {window}; accepted is a whole number from 1 on, or None")
+    if not isinstance(sinks, int) or not 0 <= sinks < 2**31 or (sinks and window is None):
         reasons.append(f"sinks is {sinks}; accepted is 0, or a larger number beside a window")
     return reasons + scales_refusals(q, key_blocks, value_blocks, scales)
 

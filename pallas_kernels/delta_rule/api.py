@@ -63,7 +63,6 @@ def gated_delta_rule(
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(
         qkv,

@@ -41,6 +41,5 @@ def expert_dispatch(
 
     Raises:
         ExceptionGroup: no implementation takes the call; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(x, ids, weights, gate_up_proj, down_proj, implementation=implementation)

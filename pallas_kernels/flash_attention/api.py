@@ -50,6 +50,5 @@ def flash_attention(
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(q, k, v, cu_seqlens, window=window, implementation=implementation)

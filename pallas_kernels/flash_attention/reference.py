@@ -50,8 +50,8 @@ def refusals(
     reasons = []
     if q.shape[2] % k.shape[2]:
         reasons.append(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
-    if window is not None and window < 1:
-        reasons.append(f"window is {window}; accepted is a number from 1 on, or None")
+    if window is not None and not (isinstance(window, int) and 1 <= window < 2**31):
+        reasons.append(f"window is {window}; accepted is a whole number from 1 on, or None")
     if cu_seqlens is not None and q.shape[0] != 1:
         reasons.append(f"there are {q.shape[0]} rows; with cu_seqlens, all sequences are in one")
     if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2):

@@ -40,7 +40,6 @@ def rms_norm(
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(
         x,
@@ -80,7 +79,6 @@ def add_rms_norm(
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(
         x,
@@ -116,7 +114,6 @@ def gated_rms_norm(
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
-        ValueError: there is no implementation of that name.
     """
     return OPERATION(
         x,

@@ -53,10 +53,6 @@ def refusals(
     dtype: Any,
 ) -> list[str]:
     """What gives a call no meaning; see `dispatch.Implementation`."""
-    reasons = []
-    if weight.shape != x.shape[-1:]:
-        reasons.append(f"weight has shape {weight.shape}, and rows of x {x.shape[-1:]}")
-    for name, other in (("y", y), ("gate", gate)):
-        if other is not None and other.shape != x.shape:
-            reasons.append(f"{name} has shape {other.shape}, and x {x.shape}")
-    return reasons
+    if not isinstance(eps, int | float) or not eps >= 0:
+        return [f"eps is {eps}; accepted is a number from 0 on"]
+    return []

@@ -38,10 +38,10 @@ def refusals(
     for name, found in dtypes.items():
         if str(found) not in DTYPES:
             reasons.append(f"{name} is {found}, not {' or '.join(DTYPES)}")
-    if not 1 <= x.shape[-1] <= MOST_WIDTH:
-        reasons.append(f"rows of x have {x.shape[-1]} numbers, not 1 to {MOST_WIDTH}")
-    if not 1 <= x.size < 2**31:
-        reasons.append(f"x has {x.size} numbers, not 1 to 2^31 - 1")
+    if x.shape[-1] > MOST_WIDTH:
+        reasons.append(f"rows of x have {x.shape[-1]} numbers, more than {MOST_WIDTH}")
+    if x.size >= 2**31:
+        reasons.append(f"x has {x.size} numbers, 2^31 or more")
     return reasons
 
 

@@ -274,7 +274,7 @@ def test_refusals_of_the_kernel(changes, reason):
             "query heads are 300 wide; accepted is the keys' 256, or twice that",
         ),
         ({"rotated": 258}, "258 dimensions are to be turned; accepted is up to the head's 256"),
-        ({"rotated": 0}, "0 dimensions are to be turned"),
+        ({"rotated": 0}, "cos has shape [8, 1, 0], which holds nothing"),
         (
             {"replaced": {9: None}},
             "a cache has key_blocks, value_blocks, block_table and positions",

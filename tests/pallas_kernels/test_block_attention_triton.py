@@ -167,7 +167,7 @@ def test_refusals_of_the_kernel(changes, reason):
     ("changes", "reason"),
     [
         ({"query_heads": 15}, "15 query heads cannot share 2 key/value heads evenly"),
-        ({"window": 0}, "window is 0; accepted is a number from 1 on, or None"),
+        ({"window": 0}, "window is 0; accepted is a whole number from 1 on, or None"),
         ({"sinks": 4}, "sinks is 4; accepted is 0, or a larger number beside a window"),
         ({"sinks": -1, "window": 8}, "sinks is -1"),
         ({"pool_dtype": jnp.int8}, "keys are int8 without scales; accepted are int8 with scales"),

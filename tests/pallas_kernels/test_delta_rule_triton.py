@@ -237,12 +237,15 @@ def test_refusals_of_the_kernels(changes, reason):
 
 @pytest.mark.parametrize(
     ("heads", "reason"),
-    [(24, "24 value heads cannot share 16 key heads evenly"), (0, "4096 channels are not")],
+    [(24, "24 value heads cannot share 16 key heads evenly"), (-1, "4096 channels are not")],
 )
 def test_calls_without_a_meaning_are_refused_by_all(heads, reason):
-    arguments = list(Spec(heads=heads).arguments())
-    if not heads:
-        arguments[7] = jax.ShapeDtypeStruct((1, 32, 128, 128), jnp.float32)
+    arguments = list(Spec(heads=max(heads, 32)).arguments())
+    if heads > 0:
+        arguments = list(Spec(heads=heads).arguments())
+    else:
+        for at, shape in ((0, (1, 1, 4096)), (3, (4096, 4)), (6, (1, 4096, 4))):
+            arguments[at] = jax.ShapeDtypeStruct(shape, arguments[at].dtype)
     choice = api.OPERATION.choose(*arguments, implementation=None, target=H200)
     assert choice.chosen is None
     for said in choice.refused.values():
@@ -253,8 +256,8 @@ def test_calls_without_a_meaning_are_refused_by_all(heads, reason):
     ("rows", "slots", "reason"),
     [
         ((9, 9), None, "have (9, 9) rows, not 8 each: name their slots"),
-        ((9, 8), (8,), "have (9, 8) rows, not as many each"),
-        ((9, 9), (9,), "slots is int32[9], not int32[8]"),
+        ((9, 8), (8,), "delta_state is [P M Q R] = [8, 32, 128, 128], but P is 9 in conv_state"),
+        ((9, 9), (9,), "slots is [B] = [9], but B is 8 in qkv"),
     ],
 )
 def test_slots_fit_sequences_and_states(rows, slots, reason):

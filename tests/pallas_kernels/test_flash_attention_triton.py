@@ -149,7 +149,7 @@ def test_refusals_of_the_kernels(name, changes, reason):
     ("changes", "reason"),
     [
         ({"query_heads": 15}, "15 query heads cannot share 2 key/value heads evenly"),
-        ({"window": 0}, "window is 0; accepted is a number from 1 on, or None"),
+        ({"window": 0}, "window is 0; accepted is a whole number from 1 on, or None"),
         ({"packed": True, "batch": 2}, "there are 2 rows; with cu_seqlens, all sequences are in"),
         ({"numbers": (1,)}, "cu_seqlens has shape [1]; it has a number more than there are"),
         ({"numbers": (2, 3)}, "cu_seqlens has shape [2, 3]"),

@@ -205,9 +205,8 @@ def test_a_gpu_takes_the_kernel(changes):
         ({"weight": "float16"}, "weight is float16"),
         ({"added": "float16"}, "y is float16"),
         ({"result": "float16"}, "the result is float16"),
-        ({"width": 16385}, "rows of x have 16385 numbers, not 1 to 16384"),
-        ({"rows": 2**20}, "x has 2147483648 numbers, not 1 to 2^31 - 1"),
-        ({"rows": 0}, "x has 0 numbers"),
+        ({"width": 16385}, "rows of x have 16385 numbers, more than 16384"),
+        ({"rows": 2**20}, "x has 2147483648 numbers, 2^31 or more"),
         ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
     ],
 )
@@ -220,9 +219,9 @@ def test_refusals_of_the_kernel(changes, reason):
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        (1, "weight has shape (3,), and rows of x (2048,)"),
-        (2, "y has shape (3,), and x (8, 2048)"),
-        (3, "gate has shape (3,), and x (8, 2048)"),
+        (1, "weight is [D] = [3], but D is 2048 in x"),
+        (2, "y is [... D] = [3], but ... is (8,) in x"),
+        (3, "gate is [... D] = [3], but D is 2048 in x"),
     ],
 )
 def test_calls_without_a_meaning_are_refused_by_all(place, reason):

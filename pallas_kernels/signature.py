@@ -1,0 +1,109 @@
+"""A call's arrays against what the annotations of an operation's definition say of them.
+
+Kernels work on flat memory: with a shape that contradicts another they would read or write
+somewhere else, so that every call is checked before one runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import jaxtyping
+
+_KINDS = {
+    jaxtyping.Float: ("floating point", lambda dtype: jnp.issubdtype(dtype, jnp.floating)),
+    jaxtyping.Int: ("int32", lambda dtype: dtype == jnp.int32),
+    jaxtyping.Real: ("numbers", lambda dtype: jnp.issubdtype(dtype, jnp.number)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """An array that a function takes.
+
+    Attributes:
+        name: of the parameter.
+        letters: its dimensions; equal letters are equal sizes. "..." in front is any number.
+        kind: jaxtyping's class of its dtype.
+        optional: whether it may be None.
+    """
+
+    name: str
+    letters: tuple[str, ...]
+    kind: Any
+    optional: bool
+
+
+@functools.cache
+def parameters(function: Callable[..., Any]) -> tuple[Parameter | None, ...]:
+    """The parameters of a function in order; None for one that is no array."""
+    found = []
+    hints = typing.get_type_hints(function)
+    hints.pop("return", None)
+    for name, hint in hints.items():
+        options = typing.get_args(hint) or (hint,)
+        arrays = [option for option in options if hasattr(option, "dim_str")]
+        if not arrays:
+            found.append(None)
+            continue
+        letters = tuple(arrays[0].dim_str.split())
+        found.append(Parameter(name, letters, arrays[0].dtype, type(None) in options))
+    return tuple(found)
+
+
+def contradictions(function: Callable[..., Any], arrays: Sequence[Any]) -> list[str]:
+    """What is wrong with the arrays of a call, whatever runs it; empty if nothing is.
+
+    Args:
+        function: the definition, whose parameters have jaxtyping's annotations.
+        arrays: its positional arguments, or shapes and dtypes in their place.
+    """
+    reasons: list[str] = []
+    sizes: dict[str, tuple[Any, str]] = {}
+    for parameter, array in zip(parameters(function), arrays, strict=False):
+        if parameter is None or (array is None and parameter.optional):
+            continue
+        reasons += _mistakes(parameter, array) or _mismatches(parameter, array, sizes)
+    return reasons
+
+
+def _mistakes(parameter: Parameter, array: Any) -> list[str]:
+    """What is wrong with one array alone."""
+    name, letters = parameter.name, parameter.letters
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        return [f"{name} is {array!r}; accepted is an array {_shown(letters)}"]
+    accepted, is_kind = _KINDS[parameter.kind]
+    if not is_kind(array.dtype):
+        return [f"{name} is {array.dtype}; accepted is {accepted}"]
+    least = len(letters) - ("..." in letters)
+    if len(array.shape) < least or (least == len(letters) < len(array.shape)):
+        return [f"{name} has shape {list(array.shape)}; accepted is {_shown(letters)}"]
+    if 0 in array.shape:
+        return [f"{name} has shape {list(array.shape)}, which holds nothing"]
+    return []
+
+
+def _mismatches(parameter: Parameter, array: Any, sizes: dict[str, tuple[Any, str]]) -> list[str]:
+    """Where an array contradicts those before it, whose sizes are added to."""
+    letters, shape = list(parameter.letters), list(array.shape)
+    if letters[0] == "...":
+        split = len(shape) - len(letters) + 1
+        shape = [tuple(shape[:split]), *shape[split:]]
+    reasons = []
+    for letter, size in zip(letters, shape, strict=True):
+        known, owner = sizes.setdefault(letter, (size, parameter.name))
+        if known != size:
+            reasons.append(
+                f"{parameter.name} is {_shown(parameter.letters)} = {list(array.shape)}, but "
+                f"{letter} is {known} in {owner}"
+            )
+    return reasons
+
+
+def _shown(letters: tuple[str, ...]) -> str:
+    return f"[{' '.join(letters)}]"
