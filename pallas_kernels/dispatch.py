@@ -69,12 +69,14 @@ class Call:
         operation: its name.
         arrays: by name, dtype and shape of each array, such as "bfloat16[1, 1, 16, 256]".
         settings: the keywords.
+        named: whether the caller named an implementation.
         choice: what runs it.
     """
 
     operation: str
     arrays: Mapping[str, str]
     settings: Mapping[str, Any]
+    named: bool
     choice: Choice
 
 
@@ -147,7 +149,8 @@ class Operation:
         arrays = tuple(map(_as_array, arrays))
         choice = self.choose(*arrays, implementation=implementation, **settings)
         if (record := _record.get()) is not None:
-            record.append(Call(self.name, self._named(arrays), settings, choice))
+            named = implementation is not None
+            record.append(Call(self.name, self._named(arrays), settings, named, choice))
         if choice.chosen is None:
             raise self._error(choice, arrays, settings)
         if choice.chosen == REFERENCE and choice.refused:

@@ -40,16 +40,16 @@ def block_attention(
             beside `scales`.
         value_blocks: pool of values, likewise.
         block_table: block_table[b, i] holds the tokens i * Z to (i + 1) * Z - 1 of sequence b. A
-            number outside the pool reads some block of it.
+            number outside the pool counts as the nearest in it.
         positions: position of each query in its sequence; negative for padding, whose result is
-            zero.
+            zero. Beyond the table, a query sees what of its window the table holds.
         scales: what int8 codes stand for; None for a pool that holds keys and values themselves.
         window: if given, a query sees its own position and the window - 1 before it.
         sinks: with a window, this many first tokens of the sequence stay visible too (Xiao et al.,
             "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453). Their
             keys keep the positions that they were rotated for.
-        implementation: "triton" (decoding: few new tokens), "reference", or None for the first that
-            takes the call.
+        implementation: "triton" (heads of 64, 128 or 256 and blocks of 16, 32, 64 or 128 tokens, in
+            bfloat16 or float32), "reference", or None for the first that takes the call.
 
     Returns:
         The attended values in q's dtype.

@@ -73,7 +73,7 @@ def _span(shape: Shape, positions_ref: Any, sequence: Array) -> _Span:
     tiles = (latest + tile) // tile
     hidden = jnp.zeros_like(tiles)
     if shape.window is not None:
-        first = jnp.maximum(earliest - shape.window + 1, 0) // tile
+        first = jnp.clip(earliest - shape.window + 1, 0, room) // tile
         hidden = jnp.maximum(first - shape.sink_tiles, 0)
         tiles = jnp.maximum(tiles - hidden, 0)
     share = pl.cdiv(jnp.sum(tiles) * shape.kv_heads, shape.config.programs)

@@ -64,13 +64,13 @@ def prefill(
             positions_ref.at[jnp.full_like(token, sequence), token], mask=exists, other=-1
         )
         first = jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0)
-        sight = Sight(first, jnp.minimum(at, room - 1))
+        sight = Sight(first, jnp.minimum(at, room - 1), sinks)
         place = ((sequence * length + token) * kv_heads + head) * group + row % group
         q = load_rows(q_ref, place, sight.any)
         shape = (*key_blocks.shape, block_table.shape[1])
         find = _find(shape, cut.tile, table_ref, sequence, head)
         load = _load(find, key_ref, value_ref, scale_refs, q.dtype)
-        state = attend(q, sight, load, cut, patient=False, sinks=sinks, split=split)
+        state = attend(q, sight, load, cut, patient=False, split=split)
         if cut.splits == 1:
             store_rows(out_refs[0], place, exists, state.result(sight.any))
             return

@@ -42,7 +42,7 @@ def block_attention(
     grouped = q.reshape(batch, length, kv_heads, group, width)
     blocks_per_tile = max(1, min(KEYS_PER_TILE // block_size, block_table.shape[1]))
     padding = -block_table.shape[1] % blocks_per_tile
-    table = jnp.pad(block_table, ((0, 0), (0, padding)))
+    table = jnp.pad(jnp.clip(block_table, 0, key_blocks.shape[0] - 1), ((0, 0), (0, padding)))
 
     def tile(index: Int[Array, ""], carry: _Softmax) -> _Softmax:
         first = index * blocks_per_tile

@@ -14,9 +14,10 @@ class BlockScales(NamedTuple):
     """Scales of an int8 pool, a token and head each, and the bases that keys are coded against.
 
     A key is `key_scale * code + key_base`, with the base of its block; a value is
-    `value_scale * code`. The base of a block is the key of its first token. So a channel that is
-    far from zero but nearly constant, as a bias of the projection makes it, costs the others no
-    accuracy.
+    `value_scale * code`. The base of a block is the key of its first token, as it is rotated. So a
+    channel that is far from zero but changes little within a block costs the others no accuracy: a
+    bias of the projection, say, in dimensions that turn slowly or not at all. In those that turn
+    fast it does cost some.
 
     Attributes:
         key_scale: [P, K, Z] float32.
@@ -32,10 +33,11 @@ class BlockScales(NamedTuple):
 def pool_refusals(blocks: Any) -> list[str]:
     """Why no Triton kernel takes a pool of this size.
 
-    JAX addresses arrays below 2^32 bytes by signed 32-bit numbers of elements, which int8 exceeds.
+    JAX addresses arrays of up to 2^32 bytes by signed 32-bit numbers of elements, which int8
+    exceeds, and larger ones by 64-bit numbers.
     """
-    if blocks.dtype.itemsize == 1 and blocks.size >= 2**31:
-        return [f"the int8 pool has {blocks.size} codes, 2^31 or more"]
+    if blocks.dtype.itemsize == 1 and 2**31 <= blocks.size <= 2**32:
+        return [f"the int8 pool has {blocks.size} codes, between 2^31 and 2^32"]
     return []
 
 
@@ -55,14 +57,18 @@ def quantise(x: Float[Array, "*r H"]) -> tuple[Int8[Array, "*r H"], Float[Array,
 
 def scales_refusals(unquantised: Any, key_blocks: Any, value_blocks: Any, scales: Any) -> list[str]:
     """Why pools and scales do not fit each other, or not the dtype of what is not quantised."""
-    pools = {"keys": str(key_blocks.dtype), "values": str(value_blocks.dtype)}
+    pools = {"keys": key_blocks.dtype, "values": value_blocks.dtype}
     coded = scales is not None
+    if coded and not isinstance(scales, BlockScales):
+        return [f"scales are a {type(scales).__name__}; accepted is BlockScales"]
     reasons = [
         f"{name} are {dtype} {'beside scales' if coded else 'without scales'}; accepted are int8 "
         "with scales, or a float dtype without"
         for name, dtype in pools.items()
-        if (dtype == "int8") != coded
+        if not (dtype == jnp.int8 if coded else jnp.issubdtype(dtype, jnp.floating))
     ]
+    if not coded and len(set(pools.values())) > 1:
+        reasons.append(f"keys are {pools['keys']} and values {pools['values']}; accepted is one")
     if coded:
         *rows, width = key_blocks.shape
         accepted = {

@@ -49,9 +49,9 @@ def gated_delta_rule(
             the sequence's first are never read, so a reused row needs no clearing.
         delta_state: float32 or bfloat16, taken as zero where `start` is zero. Computed with in
             float32.
-        start: tokens that each sequence has seen before this call.
-        lengths: how many of the T tokens are real; the others, on the right, change neither state
-            whatever they hold.
+        start: tokens that each sequence has seen before this call, from 0 on.
+        lengths: how many of the T tokens are real, 0 to T (other numbers give anything); the
+            others, on the right, change neither state whatever they hold.
         slots: row of the states that belongs to each sequence; None if there are B rows, the b-th
             for sequence b. A sequence whose slot is no row counts as one without tokens. Two
             sequences with tokens must not share a row: what becomes of it is then undefined.

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import Target, current_target, triton_refusals
 from . import reference
+from .chunk_inputs import ROWS
 from .chunked import chunked
 from .config import decode_config, pass_config
 from .decode import decode
@@ -38,6 +39,9 @@ def refusals(target: Target, *arrays: Any) -> list[str]:
     for name, width in zip(("key", "value"), named["delta_state"].shape[2:], strict=True):
         if width not in WIDTHS:
             reasons.append(f"{name} width {width} is not one of {widths}")
+    taps = named["conv_weight"].shape[1]
+    if taps > ROWS:
+        reasons.append(f"the convolution has {taps} taps, more than {ROWS}")
     batch, length, _ = named["qkv"].shape
     if batch * length * named["delta_state"].shape[1] >= 2**31:
         reasons.append(f"{batch} x {length} tokens are too many: read-outs must be below 2^31")

@@ -38,9 +38,10 @@ def flash_attention(
         k: keys, already rotated.
         v: values.
         cu_seqlens: if given, the one row (B = 1) holds C = C1 - 1 packed sequences; sequence i has
-            the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, so that the first number is 0 and
-            none is less than the one before. Sequences may be empty. Tokens behind the last
-            sequence are padding, which may hold anything and whose result is zero.
+            the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1. So the first number is 0, none is
+            less than the one before, and the last is at most T. That is not checked: other numbers
+            give other sequences, or zeros. Sequences may be empty. Tokens behind the last sequence
+            are padding, which may hold anything and whose result is zero.
         window: if given, a query sees its own position and the window - 1 before it.
         implementation: "cudnn" (no packed sequences, no float32), "triton", "reference", or None
             for the first that takes the call.

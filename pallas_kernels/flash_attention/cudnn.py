@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -39,7 +40,17 @@ def refusals(
             f"head dim {width} is not a multiple of 8 up to {most}, which is what it takes on "
             f"{target.kind}"
         )
-    return reasons
+    return reasons or _refusals_of_jax(q, k, v, window)
+
+
+def _refusals_of_jax(q: Any, k: Any, v: Any, window: int | None) -> list[str]:
+    """What JAX itself says when it traces the call: no cuDNN, say, or too old a one."""
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
+    try:
+        jax.eval_shape(functools.partial(flash_attention, window=window), *shapes)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return [str(error).partition("\n")[0]]
+    return []
 
 
 def flash_attention(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CheckpointError, RequestError
 from .console import accept_any_text, scaled, size, table, write_json
+from .loading import choose_dtype
 from .options import DType, Kernels, KVCacheDType, Switch, Text, Whole, own_if_auto
 from .shape import Shape, find_shape, parse_size
 
@@ -65,6 +66,11 @@ def inspect(
         "folder": files,
     }
     if kernels:
+        if device is None:
+            # As generate and bench would run it here.
+            config = dataclasses.replace(
+                config, dtype=choose_dtype(config.dtype, dtype, lambda note: None)
+            )
         report["kernels"] = _kernels(config, batch_size, kv_dtype, device, implementation)
     if json:
         write_json(report)

@@ -36,8 +36,8 @@ def kernels(
 
     Returns:
         The device, and for each phase the distinct calls: operation, arrays, settings, how many
-        layers make it, the implementation that runs it and why others do not. A call that nothing
-        takes has the implementation None, and ends its phase.
+        layers make it, the implementation that runs it, whether it was named, and why others do
+        not. A call that nothing takes has the implementation None, and ends its phase.
     """
     target = current_target() if device is None else DEVICES[device]
     cache = jax.eval_shape(
@@ -48,14 +48,17 @@ def kernels(
         "phases": {
             "prefill": _calls(config, cache, batch_size, CHUNK_SIZE, target),
             "decode": _calls(config, cache, batch_size, 1, target),
+            "without a cache": _calls(config, None, batch_size, CHUNK_SIZE, target),
         },
     }
 
 
 def _calls(
-    config: QwenConfig, cache: Cache, batch: int, tokens: int, target: Target
+    config: QwenConfig, cache: Cache | None, batch: int, tokens: int, target: Target
 ) -> list[dict[str, Any]]:
     def step(model: CausalLM, cache: Any, ids: jax.Array) -> Any:
+        if cache is None:
+            return model(ids)
         if tokens == 1:
             return decode_step(model, cache, ids[:, 0])
         return prefill(model, cache, ids, jnp.full((batch,), tokens, jnp.int32))
@@ -82,6 +85,7 @@ def _row(call: Call, number: int) -> dict[str, Any]:
         "operation": call.operation,
         "calls": number,
         "implementation": call.choice.chosen,
+        "named": call.named,
         "arrays": dict(call.arrays),
         "settings": {name: _plain(value) for name, value in call.settings.items()},
         "refused": {name: list(why) for name, why in call.choice.refused.items()},
@@ -101,8 +105,9 @@ def as_text(report: dict[str, Any]) -> str:
         for row in rows:
             given = [f"{name} {text}" for name, text in row["arrays"].items()]
             given += [f"{name}={value}" for name, value in row["settings"].items()]
-            chosen = row["implementation"] or "REFUSED"
-            lines.append(f"  {row['calls']:>3} x {row['operation']:<18} {chosen}")
+            chosen = row["implementation"] or "REFUSED, and what follows was not looked at"
+            named = ", by name" if row["named"] and row["implementation"] else ""
+            lines.append(f"  {row['calls']:>3} x {row['operation']:<18} {chosen}{named}")
             lines.append(f"        {', '.join(given)}")
             for name, why in row["refused"].items():
                 lines.append(f"        not {name}: {'; '.join(why)}")

@@ -190,3 +190,21 @@ def test_long_sequences_fill_the_device(lengths, splits):
     config = heuristic(H200, q, key, table)
     assert config.splits == splits
     assert config.tile * config.ahead * 2 * 256 * 2 <= H200.shared_memory // 2
+
+
+@pytest.mark.parametrize("new_tokens", [1, 40])
+@pytest.mark.parametrize("position", [34, 1000])
+def test_beyond_the_table_the_kernel_sees_what_the_reference_sees(normal, new_tokens, position):
+    blocks = Blocks.of([32], 16, columns=2, width=64)
+    q = normal(1, new_tokens, 4, 64)
+    positions = np.arange(position - new_tokens + 1, position + 1, dtype=np.int32)[None]
+    blocks.table[0, 1] = 2**31 - 1  # counts as the last block of the pool
+    for pool in (blocks.key_blocks, blocks.value_blocks):
+        pool[-1] = normal(*pool.shape[1:])
+    run = jax.jit(block_attention, static_argnames=("window", "sinks", "implementation"))
+    expected = blocks.attend(q, positions, 16, sinks=4, run=run)
+    assert np.abs(expected).max() > 0.1
+    with interpreted():
+        named = functools.partial(run, implementation="triton")
+        found = blocks.attend(q, positions, 16, sinks=4, run=named)
+    np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels._compat import H200, Target, lower_for_cuda
 from pallas_kernels.attention_cut import Cut, heuristic
-from pallas_kernels.flash_attention import api, flash_attention, triton
+from pallas_kernels.flash_attention import api, cudnn, flash_attention, triton
 from pallas_kernels.flash_attention.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, prefill_bar, token_error
 from tests.pallas_kernels.test_flash_attention import packed_attention
@@ -114,10 +114,18 @@ def choose(target=H200, *, k_dtype=None, batch=None, numbers=None, **changes):
         ({"target": ADA, "width": 128}, {"triton", "cudnn"}),
     ],
 )
-def test_calls_on_a_gpu_take_a_kernel(changes, taken):
+def test_calls_on_a_gpu_take_a_kernel(monkeypatch, changes, taken):
+    monkeypatch.setattr(cudnn, "_refusals_of_jax", lambda *_: [])  # there may be no cuDNN here
     choices = choose(**changes)
     assert {name for name in ("triton", "cudnn") if choices[name].chosen} == taken
     assert choices[None].chosen in taken
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN may be there")
+def test_cudnn_is_refused_with_the_words_of_jax_where_it_is_not_there():
+    (reason,) = choose()["cudnn"].refused["cudnn"]
+    assert "cuDNN" in reason
+    assert choose()[None].chosen == "triton"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_this_machine_runs_the_references_and_says_why(run):
         rows = found["phases"][phase]
         assert {row["implementation"] for row in rows} == {"reference"}
         delta = by_operation(rows)["delta_rule"]
-        assert delta["arrays"]["qkv"].startswith(f"bfloat16[3, {tokens}, ")
+        assert delta["arrays"]["qkv"].startswith(f"float32[3, {tokens}, ")
         assert "it needs a GPU, and the call is for cpu" in delta["refused"]["triton"]
 
 
