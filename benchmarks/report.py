@@ -115,7 +115,7 @@ def kernels_table() -> str:
                         operation,
                         case,
                         f"{figures['error']:.1e}",
-                        f"{figures['bar']:.1e}",
+                        f"{figures['bar']:.1e}{'' if figures['right'] else ', missed'}",
                         f"{figures['seconds'] * 1e6:,.1f} us",
                         _beside(figures),
                         (result["commit"] or "")[:7],
