@@ -1,0 +1,49 @@
+"""What `benchmarks/kernels/compile_for_gpu.py` compiles, as far as that goes without its plugin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks.kernels.compile_for_gpu import OPERATIONS, cases
+from benchmarks.kernels.devices import DEVICES
+from pallas_kernels import _compat
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels" / "compile_for_gpu.py"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_spec_is_a_call_of_the_kernel(operation):
+    found = 0
+    with _compat.targeting(_compat.H200):
+        for label, call, arguments in cases(f"{operation}: "):
+            assert jax.tree.leaves(jax.eval_shape(call, *arguments)), label
+            found += 1
+    assert found
+
+
+def test_devices_are_those_that_kernels_know():
+    assert DEVICES["h200"].target == _compat.H200
+    for device in DEVICES.values():
+        assert device.target.shared_memory == 1024 * (device.shared_kib - 1)
+        assert f"shared_memory_per_block_optin: {device.target.shared_memory}\n" in device.text
+    assert [DEVICES[x].architecture for x in ("h200", "4090")] == ["sm_90a", "sm_89"]
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "programs"),
+    [(32, 0, 128, 16), (129, 0, 128, 3), (32, 100 * 1024, 128, 2), (8, 0, 1024, 2)],
+)
+def test_programs_on_a_multiprocessor(registers, shared, threads, programs):
+    assert DEVICES["h200"].resident(registers, shared, threads) == programs
+
+
+def test_unknown_cases_are_named():
+    command = [sys.executable, SCRIPT, "--only", "no such case"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "no case has 'no such case' in its name" in run.stderr
