@@ -2,7 +2,7 @@
 
 `tuning_data/<kind of device>.json` holds them, the kind in lower case with hyphens for spaces:
 
-    {"delta_rule pass": {"batch=1 heads=32 widths=128x128": {"tile": 32, ...}}}
+    {"delta_rule pass": {"batch=32 heads=32 widths=128x128 bfloat16": {"tile": 64, ...}}}
 
 The outer name is the kernel's. The inner one is a shape: a key that the kernel's `config.py` makes
 of the dimensions that matter to it. The rest are the fields of its configuration there. A shape

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.kernels.devices import DEVICES, Device  # noqa: E402
+from benchmarks.kernels.devices import DEVICES, Device
 
 # Each has `specs.SPECS`: by name, objects with `arguments()` (shapes and dtypes) and `settings()`.
 OPERATIONS = ("attention_inputs", "block_attention", "delta_rule", "flash_attention", "rms_norm")

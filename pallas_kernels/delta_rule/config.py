@@ -62,8 +62,8 @@ def part_count(dtype: Any) -> int:
 
 def pass_config(target: Target, dtype: Any, delta_state: Any) -> PassConfig:
     """For read-outs of this dtype and a state of these shapes on this device."""
-    _, heads, key_width, width = delta_state.shape
-    key = f"heads={heads} widths={key_width}x{width} {dtype}"
+    batch, heads, key_width, width = delta_state.shape
+    key = f"batch={batch} heads={heads} widths={key_width}x{width} {dtype}"
     if (entry := tuned("delta_rule pass", target, key)) is not None:
         return PassConfig(**entry)
     tile = min(width, 64)

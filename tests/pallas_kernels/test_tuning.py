@@ -81,6 +81,17 @@ def test_entries_are_configurations_of_shapes_in_the_specs(monkeypatch, device, 
     assert key in kernel.keys(monkeypatch, kernel.operation.specs.SPECS.values())
 
 
+@pytest.mark.parametrize(("device", "name", "key", "fields"), ENTRIES)
+def test_entries_differ_from_the_heuristic(monkeypatch, device, name, key, fields):
+    kernel = KERNELS[name]
+    specs = kernel.operation.specs.SPECS.values()
+    measured = [spec for spec in specs if kernel.keys(monkeypatch, [spec]) == [key]]
+    assert measured and device == "nvidia-h200"
+    monkeypatch.setattr(tuning, "table", lambda kind: {})
+    for spec in measured:
+        assert kernel.configuration(H200, *spec.arguments()) != kernel.kind(**fields)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_calls_use_the_entry_of_their_shape(monkeypatch, name):
     kernel = KERNELS[name]
