@@ -14,6 +14,7 @@ from pallas_kernels._compat import H200, Target, lower_for_cuda
 from pallas_kernels.attention_inputs import api, attention_inputs
 from pallas_kernels.attention_inputs.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted
+from tests.pallas_kernels.modules import written_in_place
 
 EPS = 1e-3
 ROUNDING = {"float32": 2**-22, "bfloat16": 2**-8}
@@ -237,6 +238,19 @@ def test_pools_are_written_in_place():
         memory = run.lower(*arguments).compile().memory_analysis()
     pools = jax.tree.leaves([arguments[7:9], arguments[11]])
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in pools)
+
+
+@pytest.mark.parametrize(
+    ("name", "pools"),
+    [
+        ("batch 8", ["8320x256xbf16"] * 2),
+        ("batch 1, int8", ["1152x256xi8"] * 2 + ["1152xf32"] * 2 + ["18x256xbf16"]),
+        ("8k tokens, no cache", []),
+    ],
+)
+def test_the_kernel_writes_pools_in_place(name, pools):
+    run = functools.partial(attention_inputs, implementation="triton")
+    assert written_in_place(lower_for_cuda(run, *SPECS[name].arguments())) == pools
 
 
 def choose(target=H200, *, replaced=None, **changes):

@@ -16,6 +16,7 @@ from pallas_kernels.delta_rule.config import decode_config, pass_config
 from pallas_kernels.delta_rule.specs import SPECS, Spec
 from pallas_kernels.testing import decode_bar, interpreted, relative_error
 from tests.pallas_kernels.layers import Layer, assert_ring
+from tests.pallas_kernels.modules import written_in_place
 
 DECODE = Layer(key_heads=2, heads=6, key_width=32, value_width=64)
 CHUNKS = Layer(key_heads=1, heads=2, key_width=32, value_width=32)
@@ -194,6 +195,21 @@ def test_kernels_lower_for_cuda(name):
     for kernel in names:
         assert f"delta_rule_{kernel}" in module
     assert module.count("xla.gpu.triton") == len(names)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        ("decode, batch 8", ["8x8192x4xbf16", "8x32x128x128xf32"]),
+        # XLA writes the ring of the convolution.
+        ("prefill, 512 tokens", ["1x32x128x128xf32"]),
+    ],
+)
+def test_kernels_write_states_in_place(name, states, slots):
+    arguments = SPECS[name].arguments()
+    arguments += arguments[-1:] if slots else ()
+    assert written_in_place(lower_for_cuda(gated_delta_rule, *arguments)) == states
 
 
 def choose(target=H200, *, a_log="float32", **changes):
