@@ -8,8 +8,8 @@ from typing import Any
 from ._compat import Target
 
 MOST_SPLITS = 32
-# Rows and tokens a step in float32, by head dim: more would not fit into the registers, since each
-# operand is held as two halves.
+# Most rows and tokens a step in float32, by head dim: more would not fit into the registers, since
+# each operand is held as two halves.
 FLOAT32_TILES = {64: (64, 32), 128: (32, 32), 256: (64, 16)}
 
 
@@ -46,25 +46,33 @@ def heuristic(
     """
     batch, length, heads, width = q.shape
     queries = length * heads // kv_heads
-    if q.dtype.itemsize > 2:
+    wide = q.dtype.itemsize > 2
+    if wide:
         rows, tile = FLOAT32_TILES[width]
-        tile, warps, stages = min(tile, most_tile), 8, 2
     else:
-        rows, tile = 128, min(64 if width > 128 else 128, most_tile)
+        rows, tile = 128, 64 if width > 128 else 128
         idle = batch * kv_heads * -(-queries // rows) * 2 <= target.cores
         if queries <= 64 or (idle and not context):
             rows = 64
-        while _bytes(rows, tile, 2, width) > target.shared_memory and tile > 32:
-            tile //= 2
-        while _bytes(rows, tile, 2, width) > target.shared_memory and rows > 16:
-            rows //= 2
-        stages = 3 if _bytes(rows, tile, 3, width) <= target.shared_memory else 2
-        warps = 8 if rows > 64 else 4
+    tile = min(tile, most_tile)
+
+    def fits(rows: int, tile: int, stages: int) -> bool:
+        return shared_bytes(rows, tile, stages, width, wide) <= target.shared_memory
+
+    while not fits(rows, tile, 2) and tile > 32:
+        tile //= 2
+    while not fits(rows, tile, 2) and rows > 16:
+        rows //= 2
+    stages = 3 if not wide and fits(rows, tile, 3) else 2
+    warps = 8 if wide or rows > 64 else 4
     programs = batch * kv_heads * -(-queries // rows)
     splits = max(1, min(target.cores // programs, context // tile, MOST_SPLITS))
     return Cut(rows, tile, warps, stages, splits)
 
 
-def _bytes(rows: int, tile: int, stages: int, width: int) -> int:
-    """Shared memory of queries and of the tiles under way, in 16 bits a value."""
-    return 2 * width * (rows + 2 * stages * tile)
+def shared_bytes(rows: int, tile: int, stages: int, width: int, wide: bool) -> int:
+    """Most shared memory of queries and of the tiles under way.
+
+    Checked by compiling: float32 queries take the room of both their halves.
+    """
+    return 256 + (4 if wide else 2) * width * ((2 if wide else 1) * rows + 2 * stages * tile)

@@ -64,6 +64,20 @@ def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Conf
     )
 
 
+def shared_bytes(config: Config, q: Any, key_blocks: Any) -> int:
+    """Most shared memory of a program, for these queries and a pool of this dtype.
+
+    Checked by compiling: queries, the tiles under way, and what the products exchange. Float32 ones
+    take the room of both halves of queries, and of the tile that is worked on once more.
+    """
+    _, length, query_heads, width = q.shape
+    rows = rows_for(length * query_heads // key_blocks.shape[1])
+    size, wide = q.dtype.itemsize, q.dtype.itemsize > 2
+    tiles = 2 * config.ahead * config.tile * width * key_blocks.dtype.itemsize
+    exchange = 2 * config.tile * width * size if wide else rows * config.tile * size
+    return rows * width * size * (2 if wide else 1) + tiles + exchange + 2048
+
+
 def _key(q: Any, key_blocks: Any, block_table: Any) -> str:
     """What entries of `tuning_data` are found by; room is the tokens that the table has."""
     batch, length, query_heads, width = q.shape

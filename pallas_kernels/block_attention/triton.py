@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target, current_target, triton_refusals
 from . import reference
-from .config import Config, heuristic
+from .config import Config, heuristic, shared_bytes
 from .decode import Parts, attend, combine
 from .prefill import prefill
 from .scales import BlockScales, pool_refusals
@@ -77,12 +77,12 @@ def block_attention(
     sinks: int,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See `api.block_attention`; `config`, for few new tokens, is the heuristic's if None."""
-    if q.shape[1] * q.shape[2] > MOST_DECODED * key_blocks.shape[1]:
+    """See `api.block_attention`; `config` is that of decoding, the heuristic's if None."""
+    if config is None:
+        config = decode_config(current_target(), q, key_blocks, block_table)
+    if config is None:
         arrays = (q, key_blocks, value_blocks, block_table, positions, scales)
         return prefill(*arrays, window=window, sinks=sinks)
-    if config is None:
-        config = heuristic(current_target(), q, key_blocks, block_table)
     batch, length, query_heads, width = q.shape
     blocks, kv_heads, block_size, _ = key_blocks.shape
     shape = Shape(
@@ -111,6 +111,15 @@ def block_attention(
     if isinstance(mixed, Parts):
         mixed = combine(shape, q.dtype, mixed, positions)
     return mixed.reshape(q.shape)
+
+
+def decode_config(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Config | None:
+    """How to decode; None for more queries than that is for, or than fit into the device."""
+    if q.shape[1] * q.shape[2] > MOST_DECODED * key_blocks.shape[1]:
+        return None
+    config = heuristic(target, q, key_blocks, block_table)
+    # Many rows of float32, on smaller GPUs. The other kernel works with as few as fit.
+    return config if shared_bytes(config, q, key_blocks) <= target.shared_memory else None
 
 
 def _listed(values: tuple[Any, ...]) -> str:

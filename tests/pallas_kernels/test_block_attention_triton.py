@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200, Target, lower_for_cuda
-from pallas_kernels.block_attention import api, block_attention
-from pallas_kernels.block_attention.config import heuristic
+from pallas_kernels.block_attention import api, block_attention, triton
+from pallas_kernels.block_attention.config import heuristic, shared_bytes
 from pallas_kernels.block_attention.specs import SPECS, Spec
 from pallas_kernels.testing import decode_bar, interpreted, relative_error
 from tests.pallas_kernels.blocks import Blocks, ragged
+
+ADA = Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +142,7 @@ def choose(target=H200, *, pool_dtype=None, pool_rows=None, window=None, sinks=0
         {"new_tokens": 9},
         {"new_tokens": 8192},
         {"int8": True, "block_size": 16},
-        {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
+        {"target": ADA},
     ],
 )
 def test_calls_on_a_gpu_take_the_kernel(changes):
@@ -208,3 +211,51 @@ def test_beyond_the_table_the_kernel_sees_what_the_reference_sees(normal, new_to
         named = functools.partial(run, implementation="triton")
         found = blocks.attend(q, positions, 16, sinks=4, run=named)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+# Bytes of shared memory, compiled for compute capability 8.9 in blocks of 64: by dtype, int8, width,
+# rows, and the tile and the tiles ahead that an RTX 4090 gets.
+COMPILED = {
+    ("bfloat16", False, 256, 64): (16, 1, 51204),
+    ("bfloat16", False, 64, 16): (64, 2, 36872),
+    ("bfloat16", True, 256, 16): (64, 1, 44036),
+    ("bfloat16", True, 64, 64): (64, 3, 34956),
+    ("float32", False, 256, 16): (16, 1, 83972),
+    ("float32", False, 256, 32): (16, 1, 118788),
+    ("float32", False, 256, 64): (16, 1, 188420),
+    ("float32", False, 128, 64): (16, 1, 98308),
+    ("float32", True, 256, 32): (16, 1, 95364),
+    ("float32", True, 256, 64): (16, 1, 164996),
+}
+
+
+@pytest.mark.parametrize(("dtype", "int8", "width", "rows"), COMPILED)
+def test_shared_memory_is_at_least_what_was_compiled(dtype, int8, width, rows):
+    q, key, _, table, *_ = Spec(
+        (4096,) * 8, 2 * rows, 2, width, dtype, new_tokens=1, int8=int8
+    ).arguments()
+    tile, ahead, used = COMPILED[dtype, int8, width, rows]
+    config = heuristic(ADA, q, key, table)
+    assert (config.tile, config.ahead) == (tile, ahead)
+    assert used <= shared_bytes(config, q, key) <= 1.25 * used
+
+
+@pytest.mark.parametrize("target", [H200, ADA, Target("gpu", "NVIDIA A100", 108, (8, 0))])
+def test_rows_that_do_not_fit_are_cut_into_tiles(target):
+    decoded = set()
+    axes = ("bfloat16", "float32"), (False, True), (64, 128, 256), (1, 17, 64), (16, 128)
+    for dtype, int8, width, rows, size in itertools.product(*axes):
+        spec = Spec((4096,), 2 * rows, 2, width, dtype, size, int8=int8)
+        q, key, _, table, *_ = spec.arguments()
+        if (config := triton.decode_config(target, q, key, table)) is not None:
+            assert shared_bytes(config, q, key) <= target.shared_memory
+            decoded.add((dtype, width, rows))
+    assert {("bfloat16", 256, 64), ("float32", 256, 1)} <= decoded
+    assert (("float32", 256, 64) in decoded) == (target == H200)
+
+
+@pytest.mark.parametrize(("target", "prefill"), [(H200, False), (ADA, True)])
+def test_calls_with_rows_that_do_not_fit_run_the_other_kernel(target, prefill):
+    arguments = Spec((4096,), 128, 2, 256, "float32").arguments()
+    module = lower_for_cuda(block_attention, *arguments, target=target)
+    assert ("block_attention_prefill" in module) == prefill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -171,10 +172,14 @@ def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
 
 
 @pytest.mark.parametrize("target", [H200, ADA, Target("gpu", "NVIDIA A100", 108, (8, 0))])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_tiles_fit_into_shared_memory(target, width):
-    for length in (9, 512, 8192):
-        q = Spec((length,), width=width).arguments()[0]
-        cut = heuristic(target, q, 2, context=length)
-        assert 2 * width * (cut.rows + 4 * cut.tile) <= target.shared_memory
+def test_tiles_fit_into_shared_memory(target, dtype, width):
+    # As compiled for compute capability 8.9: float32 operands are held as two halves.
+    halves, size = (2, 4) if dtype == "float32" else (1, 2)
+    for length, most_tile in itertools.product((9, 512, 8192), (16, 128)):
+        q = Spec((length,), width=width, dtype=dtype).arguments()[0]
+        cut = heuristic(target, q, 2, context=length, most_tile=most_tile)
+        assert cut.tile <= most_tile
+        assert size * width * (halves * cut.rows + 4 * cut.tile) <= target.shared_memory
         assert cut.splits * 2 * -(-length * 8 // cut.rows) <= max(target.cores, length * 8)
