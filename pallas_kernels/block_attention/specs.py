@@ -126,5 +126,9 @@ SPECS = {
     "512 new on 4k, 32 heads of 64": Spec(
         (4096,), query_heads=32, kv_heads=8, width=64, new_tokens=512
     ),
+    "512 new on 8k, int8": Spec((8192,), new_tokens=512, int8=True),
+    "512 new on 4k, 32 heads of 64, blocks of 16, int8": Spec(
+        (4096,), query_heads=32, kv_heads=8, width=64, block_size=16, new_tokens=512, int8=True
+    ),
     "512 new on 4k, float32": Spec((4096,), new_tokens=512, dtype="float32"),
 }

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._compat import H200, lower_for_cuda
+from pallas_kernels._compat import H200, current_target, lower_for_cuda
 from pallas_kernels.attention_cut import Cut
 from pallas_kernels.block_attention import block_attention, prefill
 from pallas_kernels.block_attention.specs import SPECS, Spec
-from pallas_kernels.testing import interpreted, prefill_bar, token_error
+from pallas_kernels.testing import interpreted, norm_error, prefill_bar, token_error
 from tests.pallas_kernels.blocks import Blocks, ragged
 
 
@@ -116,6 +116,22 @@ def test_interpreted_kernel_reads_int8_blocks(normal, splits):
         mixed = jax.jit(run)(q, key_codes, value_codes, blocks.table, positions, tuple(scales))
     expected = blocks.oracle(q, positions)
     assert token_error(mixed, expected) <= prefill_bar(expected, "float32")
+
+
+def test_interpreted_int8_in_bfloat16_with_an_outlier_channel(normal):
+    lengths, new = [70, 33, 1], [10, 9, 1]
+    plain = Blocks.of(lengths, 32, heads=1, width=64, outlier=200.0)
+    for name in ("key", "value", "key_blocks", "value_blocks"):
+        setattr(plain, name, getattr(plain, name).astype(jnp.bfloat16))
+    blocks, positions = plain.quantised(), ragged(lengths, new)
+    q = normal(3, 10, 7, 64).astype(jnp.bfloat16)
+    run = functools.partial(block_attention, implementation="triton")
+    with interpreted(12):
+        cut = prefill.heuristic(current_target(), q, blocks.key_blocks, blocks.table)
+        mixed = blocks.attend(q, positions, run=jax.jit(run, static_argnames=("window", "sinks")))
+    assert cut.tile == 32 and cut.splits > 1
+    assert norm_error(mixed, blocks.oracle(q, positions)) < 4e-3
+    assert norm_error(mixed, plain.oracle(q, positions)) < 2e-2
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].new_tokens > 8])
