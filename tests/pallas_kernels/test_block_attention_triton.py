@@ -213,8 +213,8 @@ def test_beyond_the_table_the_kernel_sees_what_the_reference_sees(normal, new_to
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-# By dtype, int8, width and rows: tile and tiles ahead on an RTX 4090 in blocks of 64, and the bytes of
-# shared memory of that, compiled.
+# By dtype, int8, width and rows: tile and tiles ahead on an RTX 4090 in blocks of 64, and the bytes
+# of shared memory of that, compiled.
 COMPILED = {
     ("bfloat16", False, 256, 64): (16, 1, 51204),
     ("bfloat16", False, 64, 16): (64, 2, 36872),
