@@ -71,8 +71,10 @@ def heuristic(
 
 
 def shared_bytes(rows: int, tile: int, stages: int, width: int, wide: bool) -> int:
-    """Most shared memory of queries and of the tiles under way.
+    """Most shared memory of a program.
 
-    Checked by compiling: float32 queries take the room of both their halves.
+    Checked by compiling: queries and the tiles under way, or the float32 result on its way out.
+    Float32 queries take the room of both their halves.
     """
-    return 256 + (4 if wide else 2) * width * ((2 if wide else 1) * rows + 2 * stages * tile)
+    under_way = (4 if wide else 2) * width * ((2 if wide else 1) * rows + 2 * stages * tile)
+    return 256 + max(under_way, 4 * width * rows)

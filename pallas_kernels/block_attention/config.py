@@ -68,13 +68,17 @@ def shared_bytes(config: Config, q: Any, key_blocks: Any) -> int:
     """Most shared memory of a program, for these queries and a pool of this dtype.
 
     Checked by compiling: queries, the tiles under way, and what the products exchange. Float32 ones
-    take the room of both halves of queries, and of the tile that is worked on once more.
+    take the room of both halves of queries, and of the tile that is worked on once more; codes, on
+    compute capability 9.0, that of what they become.
     """
     _, length, query_heads, width = q.shape
     rows = rows_for(length * query_heads // key_blocks.shape[1])
     size, wide = q.dtype.itemsize, q.dtype.itemsize > 2
-    tiles = 2 * config.ahead * config.tile * width * key_blocks.dtype.itemsize
+    # Each token has a scale for its key and one for its value, if it is coded.
+    tiles = 2 * config.ahead * config.tile * (width * key_blocks.dtype.itemsize + 4)
     exchange = 2 * config.tile * width * size if wide else rows * config.tile * size
+    if not wide and key_blocks.dtype.itemsize == 1:
+        exchange += config.tile * width * size
     return rows * width * size * (2 if wide else 1) + tiles + exchange + 2048
 
 

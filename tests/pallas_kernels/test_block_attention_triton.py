@@ -237,7 +237,7 @@ def test_shared_memory_is_at_least_what_was_compiled(dtype, int8, width, rows):
     tile, ahead, used = COMPILED[dtype, int8, width, rows]
     config = heuristic(ADA, q, key, table)
     assert (config.tile, config.ahead) == (tile, ahead)
-    assert used <= shared_bytes(config, q, key) <= 1.25 * used
+    assert used <= shared_bytes(config, q, key) <= 2 * used
 
 
 @pytest.mark.parametrize("target", [H200, ADA, Target("gpu", "NVIDIA A100", 108, (8, 0))])
