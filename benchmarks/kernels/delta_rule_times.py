@@ -91,7 +91,7 @@ def sweep(spec: Spec, cuts: list[tuple[int, ...]], until: float) -> list[dict[st
 def _steps(spec: Spec) -> tuple[chunked.Steps, dict[str, tuple[Any, ...]]]:
     """The kernels of a prefill, and what each takes."""
     qkv, b, a, weight, a_log, dt_bias, ring, state, start, lengths = arguments(Case(spec))
-    config = pass_config(current_target(), qkv.dtype, state)
+    config = pass_config(current_target(), qkv, state)
     step = chunked.steps(spec.length, qkv.dtype, state.shape, config)
     inputs = jax.jit(step.inputs)(qkv, weight, ring, start, lengths)
     gates = (inputs.queries, inputs.keys, b, a, a_log, dt_bias, lengths)

@@ -60,13 +60,13 @@ def part_count(dtype: Any) -> int:
     return 2 if dtype == jnp.bfloat16 else 3
 
 
-def pass_config(target: Target, dtype: Any, delta_state: Any) -> PassConfig:
-    """For read-outs of this dtype and a state of these shapes on this device."""
-    batch, heads, key_width, width = delta_state.shape
-    key = f"batch={batch} heads={heads} widths={key_width}x{width} {dtype}"
+def pass_config(target: Target, qkv: Any, delta_state: Any) -> PassConfig:
+    """For tokens [B, T, C] of this dtype and a state of these shapes on this device."""
+    _, heads, key_width, width = delta_state.shape
+    key = f"batch={qkv.shape[0]} heads={heads} widths={key_width}x{width} {qkv.dtype}"
     if (entry := tuned("delta_rule pass", target, key)) is not None:
         return PassConfig(**entry)
     tile = min(width, 64)
     # Queries, keys, two matrices of the chunk; and values.
-    chunk = CHUNK * (2 * part_count(dtype) * 2 * (key_width + CHUNK) + 4 * tile)
+    chunk = CHUNK * (2 * part_count(qkv.dtype) * 2 * (key_width + CHUNK) + 4 * tile)
     return PassConfig(tile, 4, 2 if 2 * chunk <= target.shared_memory else 1)

@@ -78,4 +78,4 @@ def gated_delta_rule(
     target = current_target()
     if qkv.shape[1] == 1:
         return decode(*arrays, config=decode_config(target, qkv.shape[0], delta_state))
-    return chunked(*arrays, config=pass_config(target, qkv.dtype, delta_state))
+    return chunked(*arrays, config=pass_config(target, qkv, delta_state))

@@ -294,6 +294,6 @@ def test_many_programs_take_wider_tiles_and_small_memories_load_nothing_ahead():
     tiles = [decode_config(H200, each.shape[0], each).tile for each in state.values()]
     assert tiles == [32, 64]
     small = Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))
-    given = jnp.dtype(jnp.bfloat16), state["decode, batch 1"]
+    given = SPECS["prefill, 8k"].arguments()[0], state["decode, batch 1"]
     stages = [pass_config(target, *given).num_stages for target in (H200, small)]
     assert stages == [2, 1]

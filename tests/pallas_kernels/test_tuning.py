@@ -57,7 +57,7 @@ KERNELS = {
     "delta_rule pass": Kernel(
         delta_rule,
         delta_rule.config.PassConfig,
-        lambda target, *arrays: delta_rule.config.pass_config(target, arrays[0].dtype, arrays[7]),
+        lambda target, *arrays: delta_rule.config.pass_config(target, arrays[0], arrays[7]),
     ),
     "rms_norm": Kernel(
         rms_norm,
