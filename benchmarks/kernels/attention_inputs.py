@@ -13,13 +13,9 @@ the JSON goes into the folder that $OUT names, if it names one. Exits with 1 if 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.timing import CALLS_A_STEP, copy_bytes_per_second, seconds_per_call
+from benchmarks.kernels.results import Results
+from benchmarks.kernels.timing import CALLS_A_STEP, seconds_per_call
 from pallas_kernels.attention_inputs import attention_inputs, triton
 from pallas_kernels.attention_inputs.config import Config, heuristic
 from pallas_kernels.attention_inputs.specs import SPECS, Spec
 from pallas_kernels.testing import relative_error
-from qwen_jax.cli.provenance import provenance
 
 ROTATED_BYTES = 220e6
 MOST_TURNS = 64
@@ -210,35 +206,10 @@ def _with_defaults(function: Any, spec: Spec) -> Any:
 
 def main() -> int:
     """Check and time the cases that the arguments select."""
-    parser = argparse.ArgumentParser(description="Check and time attention_inputs on a GPU.")
-    parser.add_argument("--only", default="", help="part of the name of the cases")
-    parser.add_argument("--sweep", action="store_true", help="time other configurations too")
-    parser.add_argument("--output", type=Path, help="file to write the JSON result to")
-    parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
-    args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"needs a GPU, and JAX sees {jax.default_backend()}")
-    started, copy, figures = time.monotonic(), copy_bytes_per_second(), {}
-    print(f"copy: {copy / 1e12:.2f} TB/s read and written", flush=True)
-    for name, spec in SPECS.items():
-        if args.only not in name:
-            continue
-        if time.monotonic() - started > SECONDS and not args.sweep:
-            print(f"{name}: not run, since {SECONDS} s are over", flush=True)
-            continue
-        figures[name] = _case(spec, copy, args.sweep)
-        print(f"{name}: {figures[name]}", flush=True)
-    output = args.output
-    if output is None and os.environ.get("OUT"):
-        output = Path(os.environ["OUT"]) / "attention-inputs.json"
-    if output is not None:
-        result = provenance(["python", "benchmarks/kernels/attention_inputs.py", *sys.argv[1:]])
-        result["commit"] = result["commit"] or args.commit
-        result |= {"benchmark": "attention_inputs", "copy_bytes_per_second": copy}
-        result["figures"] = figures
-        output.write_text(json.dumps(result, indent=2) + "\n")
-    _print_table(figures)
-    return 0 if all(row["right"] for row in figures.values()) else 1
+    results = Results.begin("attention_inputs", "attention_inputs", seconds=SECONDS)
+    for name in results.selected(SPECS):
+        results.add(name, _case(SPECS[name], results.copy, results.args.sweep))
+    return results.finish(_print_table)
 
 
 def _case(spec: Spec, copy: float, swept: bool) -> dict[str, Any]:

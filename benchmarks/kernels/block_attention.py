@@ -13,14 +13,10 @@ the JSON goes into the folder that $OUT names, if it names one. Exits with 1 if 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.timing import copy_bytes_per_second, seconds_per_call
+from benchmarks.kernels.results import Results
+from benchmarks.kernels.timing import seconds_per_call
 from pallas_kernels._compat import current_target
 from pallas_kernels.block_attention import BlockScales, block_attention, triton
 from pallas_kernels.block_attention.config import Config, heuristic
 from pallas_kernels.block_attention.scales import quantise
 from pallas_kernels.block_attention.specs import SPECS, Spec
 from pallas_kernels.testing import decode_bar, norm_error, relative_error
-from qwen_jax.cli.provenance import provenance
 
 ROTATED_BYTES = 220e6
 REPEATS = 20
@@ -226,34 +222,10 @@ def sweep(spec: Spec, inputs: Inputs) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Check and time the cases that the arguments select."""
-    parser = argparse.ArgumentParser(description="Check and time block_attention on a GPU.")
-    parser.add_argument("--only", default="", help="part of the name of the cases")
-    parser.add_argument("--sweep", action="store_true", help="time other configurations too")
-    parser.add_argument("--output", type=Path, help="file to write the JSON result to")
-    parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
-    args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"needs a GPU, and JAX sees {jax.default_backend()}")
-    started, copy, figures = time.monotonic(), copy_bytes_per_second(), {}
-    print(f"copy: {copy / 1e12:.2f} TB/s read and written", flush=True)
-    names = [name for name in SPECS if args.only in name and (not args.sweep or name in SWEPT)]
-    for name in names:
-        if time.monotonic() - started > SECONDS and not args.sweep:
-            print(f"{name}: not run, since {SECONDS} s are over", flush=True)
-            continue
-        figures[name] = _case(SPECS[name], copy, args.sweep)
-        print(f"{name}: {figures[name]}", flush=True)
-    output = args.output
-    if output is None and os.environ.get("OUT"):
-        output = Path(os.environ["OUT"]) / "block-attention.json"
-    if output is not None:
-        result = provenance(["python", "benchmarks/kernels/block_attention.py", *sys.argv[1:]])
-        result["commit"] = result["commit"] or args.commit
-        result |= {"benchmark": "block_attention", "copy_bytes_per_second": copy}
-        result["figures"] = figures
-        output.write_text(json.dumps(result, indent=2) + "\n")
-    _print_table(figures)
-    return 0 if all(row["right"] for row in figures.values()) else 1
+    results = Results.begin("block_attention", "block_attention", seconds=SECONDS)
+    for name in results.selected(SWEPT if results.args.sweep else SPECS):
+        results.add(name, _case(SPECS[name], results.copy, results.args.sweep))
+    return results.finish(_print_table)
 
 
 def _case(spec: Spec, copy: float, swept: bool) -> dict[str, Any]:

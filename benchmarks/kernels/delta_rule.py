@@ -12,12 +12,8 @@ JSON goes into the folder that $OUT names, if it names one. Exits with 1 if a ca
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +24,9 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.delta_rule_cases import Case, arguments, expected, relative_errors
 from benchmarks.kernels.delta_rule_times import decode_seconds, prefill_seconds, sweep
-from benchmarks.kernels.timing import copy_bytes_per_second
+from benchmarks.kernels.results import Results
 from pallas_kernels.delta_rule import gated_delta_rule
 from pallas_kernels.delta_rule.specs import SPECS, Spec
-from qwen_jax.cli.provenance import provenance
 
 REPEATS = 200
 SECONDS = 100
@@ -116,40 +111,16 @@ def _same_bits(one: jax.Array, two: jax.Array) -> bool:
 
 def main() -> int:
     """Check and time the cases that the arguments select."""
-    parser = argparse.ArgumentParser(description="Check and time gated_delta_rule on a GPU.")
-    parser.add_argument("--only", default="", help="part of the name of the cases")
-    parser.add_argument("--sweep", action="store_true", help="time other configurations too")
-    parser.add_argument("--output", type=Path, help="file to write the JSON result to")
-    parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
-    args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"needs a GPU, and JAX sees {jax.default_backend()}")
-    until, copy, figures = time.monotonic() + SECONDS, copy_bytes_per_second(), {}
-    print(f"copy: {copy / 1e12:.2f} TB/s read and written", flush=True)
+    results = Results.begin("delta_rule", "gated_delta_rule", seconds=SECONDS)
     cases = CHECKED | {name: Case(spec) for name, spec in SPECS.items()}
-    for name, case in cases.items():
-        if args.only not in name:
-            continue
-        if time.monotonic() > until:
-            print(f"{name}: not run, since {SECONDS} s are over", flush=True)
-            continue
-        figures[name] = check(case)
+    for name in results.selected(cases):
+        row = check(cases[name])
         if name in SPECS:
-            figures[name] |= _time(case.spec, copy)
-        print(f"{name}: {figures[name]}", flush=True)
-    for name, cuts in SWEPT.items():
-        if args.sweep and name in figures and time.monotonic() < until:
-            figures[name]["sweep"] = sweep(SPECS[name], cuts, until)
-    output = args.output
-    if output is None and os.environ.get("OUT"):
-        output = Path(os.environ["OUT"]) / "delta-rule.json"
-    if output is not None:
-        result = provenance(["python", "benchmarks/kernels/delta_rule.py", *sys.argv[1:]])
-        result["commit"] = result["commit"] or args.commit
-        result |= {"benchmark": "delta_rule", "copy_bytes_per_second": copy, "figures": figures}
-        output.write_text(json.dumps(result, indent=2) + "\n")
-    _print_table(figures)
-    return 0 if all(row["right"] for row in figures.values()) else 1
+            row |= _time(SPECS[name], results.copy)
+        if results.args.sweep and name in SWEPT:
+            row["sweep"] = sweep(SPECS[name], SWEPT[name], results.until)
+        results.add(name, row)
+    return results.finish(_print_table)
 
 
 def _time(spec: Spec, copy: float) -> dict[str, Any]:

@@ -13,13 +13,9 @@ one. Exits with 1 if a case is wrong.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ import jax
 import numpy as np
 
 from benchmarks.kernels.prefill_cases import Inputs, block_inputs, flash_inputs
+from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import seconds_per_call
 from pallas_kernels._compat import current_target
 from pallas_kernels.attention_cut import Cut
@@ -39,7 +36,6 @@ from pallas_kernels.block_attention.specs import SPECS as BLOCK_SPECS
 from pallas_kernels.flash_attention import api, flash_attention, triton
 from pallas_kernels.flash_attention.specs import SPECS as FLASH_SPECS
 from pallas_kernels.testing import prefill_bar, relative_error, token_error
-from qwen_jax.cli.provenance import provenance
 
 REPEATS = 5
 SECONDS = 75
@@ -125,11 +121,11 @@ def block_case(inputs: Inputs) -> Case:
     return Case({"triton": run}, cut_by, cut)
 
 
-def cases(only: str, swept: bool) -> Iterator[tuple[str, Callable[[], tuple[Inputs, Case]]]]:
+def cases(swept: bool) -> Iterator[tuple[str, Callable[[], tuple[Inputs, Case]]]]:
     """Name and maker of each case."""
     for name in FLASH_SPECS:
         label = f"flash: {name}"
-        if only in label and (label in SWEPT if swept else name in FLASH_CASES):
+        if label in SWEPT if swept else name in FLASH_CASES:
 
             def make(spec=FLASH_SPECS[name]) -> tuple[Inputs, Case]:
                 inputs = flash_inputs(spec)
@@ -138,7 +134,7 @@ def cases(only: str, swept: bool) -> Iterator[tuple[str, Callable[[], tuple[Inpu
             yield label, make
     for name in BLOCK_SPECS:
         label = f"blocks: {name}"
-        if only in label and (label in SWEPT if swept else name in BLOCK_CASES):
+        if label in SWEPT if swept else name in BLOCK_CASES:
 
             def make(spec=BLOCK_SPECS[name]) -> tuple[Inputs, Case]:
                 inputs = block_inputs(spec)
@@ -192,41 +188,20 @@ def sweep(inputs: Inputs, case: Case, cuts: list[tuple[int, ...]]) -> list[dict[
 
 def main() -> int:
     """Check and time the cases that the arguments select."""
-    parser = argparse.ArgumentParser(description="Check and time prefill attention on a GPU.")
-    parser.add_argument("--only", default="", help="part of the name of the cases")
-    parser.add_argument("--sweep", action="store_true", help="time other cuts instead of checking")
-    parser.add_argument("--output", type=Path, help="file to write the JSON result to")
-    parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
-    args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"needs a GPU, and JAX sees {jax.default_backend()}")
-    started, figures = time.monotonic(), {}
-    for name, make in cases(args.only, args.sweep):
-        if time.monotonic() - started > SECONDS and not args.sweep:
-            print(f"{name}: not run, since {SECONDS} s are over", flush=True)
-            continue
-        print(name, flush=True)
-        inputs, case = make()
-        if args.sweep:
-            figures[name] = {"cut": dataclasses.asdict(case.cut), "flops": inputs.flops}
-            figures[name]["sweep"] = sweep(inputs, case, SWEPT[name])
+    results = Results.begin("flash_attention", "prefill attention", seconds=SECONDS, copy=False)
+    makers = dict(cases(results.args.sweep))
+    for name in results.selected(makers):
+        inputs, case = makers[name]()
+        if results.args.sweep:
+            row = {"cut": dataclasses.asdict(case.cut), "flops": inputs.flops}
+            results.add(name, row | {"sweep": sweep(inputs, case, SWEPT[name])})
             continue
         expected = inputs.expected()
         for implementation, run in case.runs.items():
             row = check(inputs, expected, run)
             row |= {"seconds": measure(inputs, run), "flops": inputs.flops}
-            figures[f"{name}, {implementation}"] = row
-            print(f"    {implementation}: {row}, {time.monotonic() - started:.0f} s", flush=True)
-    output = args.output
-    if output is None and os.environ.get("OUT"):
-        output = Path(os.environ["OUT"]) / f"flash-attention{'-sweep' if args.sweep else ''}.json"
-    if output is not None:
-        result = provenance(["python", "benchmarks/kernels/flash_attention.py", *sys.argv[1:]])
-        result["commit"] = result["commit"] or args.commit
-        result |= {"benchmark": "flash_attention", "figures": figures}
-        output.write_text(json.dumps(result, indent=2) + "\n")
-    (_print_sweep if args.sweep else _print_table)(figures)
-    return 0 if all(row.get("right", True) for row in figures.values()) else 1
+            results.add(f"{name}, {implementation}", row)
+    return results.finish(_print_sweep if results.args.sweep else _print_table)
 
 
 def _print_table(figures: dict[str, dict[str, Any]]) -> None:

@@ -13,11 +13,8 @@ names one. Exits with 1 if a case is wrong.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -29,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.timing import copy_bytes_per_second, seconds_per_call
+from benchmarks.kernels.results import Results
+from benchmarks.kernels.timing import seconds_per_call
 from pallas_kernels._compat import current_target
 from pallas_kernels.rms_norm import api, triton
 from pallas_kernels.rms_norm.config import Config, config_for
 from pallas_kernels.rms_norm.specs import SPECS, Spec
-from qwen_jax.cli.provenance import provenance
 
 SECONDS = 75
 ROTATED_BYTES = 220e6
@@ -162,41 +159,17 @@ def sweep(spec: Spec, cuts: list[tuple[int, int]], until: float) -> list[dict[st
 
 def main() -> int:
     """Check and time the cases that the arguments select."""
-    parser = argparse.ArgumentParser(description="Check and time the norms on a GPU.")
-    parser.add_argument("--only", default="", help="part of the name of the cases")
-    parser.add_argument("--sweep", action="store_true", help="time other configurations too")
-    parser.add_argument("--output", type=Path, help="file to write the JSON result to")
-    parser.add_argument("--commit", help="the commit, where the code is a copy without its history")
-    args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"needs a GPU, and JAX sees {jax.default_backend()}")
-    until, copy, figures = time.monotonic() + SECONDS, copy_bytes_per_second(), {}
-    print(f"copy: {copy / 1e12:.2f} TB/s read and written", flush=True)
-    for name, spec in SPECS.items():
-        if args.only not in name:
-            continue
-        if time.monotonic() > until:
-            print(f"{name}: not run, since {SECONDS} s are over", flush=True)
-            continue
-        figures[name] = check(spec)
+    results = Results.begin("rms_norm", "the norms", seconds=SECONDS)
+    for name in results.selected(SPECS):
+        row = check(SPECS[name])
         if name in TIMED:
-            figures[name] |= timed(spec, copy)
-            cut = config_for(current_target(), spec.arguments()[0])
-            figures[name]["config"] = dataclasses.asdict(cut)
-        print(f"{name}: {figures[name]}", flush=True)
-    for name, cuts in SWEPT.items():
-        if args.sweep and name in figures and time.monotonic() < until:
-            figures[name]["sweep"] = sweep(SPECS[name], cuts, until)
-    output = args.output
-    if output is None and os.environ.get("OUT"):
-        output = Path(os.environ["OUT"]) / "rms-norm.json"
-    if output is not None:
-        result = provenance(["python", "benchmarks/kernels/rms_norm.py", *sys.argv[1:]])
-        result["commit"] = result["commit"] or args.commit
-        result |= {"benchmark": "rms_norm", "copy_bytes_per_second": copy, "figures": figures}
-        output.write_text(json.dumps(result, indent=2) + "\n")
-    _print_table(figures)
-    return 0 if all(row["right"] for row in figures.values()) else 1
+            row |= timed(SPECS[name], results.copy)
+            cut = config_for(current_target(), SPECS[name].arguments()[0])
+            row["config"] = dataclasses.asdict(cut)
+        if results.args.sweep and name in SWEPT:
+            row["sweep"] = sweep(SPECS[name], SWEPT[name], results.until)
+        results.add(name, row)
+    return results.finish(_print_table)
 
 
 def _print_table(figures: dict[str, dict[str, Any]]) -> None:
