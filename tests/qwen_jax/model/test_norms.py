@@ -32,7 +32,7 @@ def test_projections_get_the_models_dtype_and_the_router_float32(preset, after_m
 
 
 def test_the_sum_is_what_is_normalised():
-    norm = RMSNorm(4, "float32", eps=0.0, zero_centred=False)
+    norm = RMSNorm(4, "float32", eps=0.0, zero_centred=False, implementation=None)
     norm.weight = nnx.Param(jnp.full(4, 2.0))
     x, y = jnp.array([1.0, 0.0, 3.0, 0.0]), jnp.array([-1.0, 4.0, 0.0, 0.0])
     total, normal = norm.after_adding(x, y)
