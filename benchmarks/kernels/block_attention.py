@@ -29,9 +29,9 @@ import numpy as np
 from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import seconds_per_call
 from pallas_kernels._compat import current_target
+from pallas_kernels.attention.scales import quantise
 from pallas_kernels.block_attention import BlockScales, block_attention, triton
-from pallas_kernels.block_attention.config import Config, heuristic
-from pallas_kernels.block_attention.scales import quantise
+from pallas_kernels.block_attention.config import Config, config_for
 from pallas_kernels.block_attention.specs import SPECS, Spec
 from pallas_kernels.testing import decode_bar, norm_error, relative_error
 
@@ -209,7 +209,7 @@ def configurations(first: Config) -> list[Config]:
 
 def sweep(spec: Spec, inputs: Inputs) -> list[dict[str, Any]]:
     """Times of other configurations, the fastest first."""
-    first = heuristic(current_target(), inputs.q, inputs.key_blocks, inputs.tables[0])
+    first = config_for(current_target(), inputs.q, inputs.key_blocks, inputs.tables[0])
     rows = []
     for config in configurations(first):
         run = functools.partial(triton.block_attention, config=config, **spec.settings())

@@ -29,8 +29,7 @@ from benchmarks.kernels.prefill_cases import Inputs, block_inputs, flash_inputs
 from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import seconds_per_call
 from pallas_kernels._compat import current_target
-from pallas_kernels.attention_cut import Cut
-from pallas_kernels.attention_cut import heuristic as flash_heuristic
+from pallas_kernels.attention.cut import Cut, cut_for
 from pallas_kernels.block_attention import block_attention, prefill
 from pallas_kernels.block_attention.specs import SPECS as BLOCK_SPECS
 from pallas_kernels.flash_attention import api, flash_attention, triton
@@ -109,7 +108,7 @@ def flash_case(inputs: Inputs) -> Case:
         if choice.chosen:
             runs[name] = functools.partial(flash_attention, implementation=name, **inputs.settings)
     cut_by = functools.partial(triton.flash_attention, **inputs.settings)
-    return Case(runs, cut_by, flash_heuristic(current_target(), q, k.shape[2]))
+    return Case(runs, cut_by, cut_for(current_target(), q, k.shape[2]))
 
 
 def block_case(inputs: Inputs) -> Case:
@@ -117,7 +116,7 @@ def block_case(inputs: Inputs) -> Case:
     q, key_blocks, _, table, _ = inputs.arrays
     run = functools.partial(block_attention, implementation="triton", **inputs.settings)
     cut_by = functools.partial(prefill.prefill, **inputs.settings)
-    cut = prefill.heuristic(current_target(), q, key_blocks, table)
+    cut = prefill.block_cut(current_target(), q, key_blocks, table)
     return Case({"triton": run}, cut_by, cut)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, Real
 
-from ..block_attention.scales import BlockScales
+from ..attention.scales import BlockScales
 from ..dispatch import REFERENCE, Implementation, Operation
 from . import reference, triton
 from .reference import AttentionInputs

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from ..block_attention.scales import quantise
+from ..attention.rows import load_rows, store_rows
+from ..attention.scales import quantise
 
 
 class Refs(NamedTuple):
@@ -90,7 +91,7 @@ def work(shape: Shape, read: Refs, written: Refs) -> None:
     def _() -> None:
         row = token * shape.query_heads + slot
         turned = _prepared(shape, read, read.q, read.q_weight, row, token, exists)
-        _store(written.q, row, exists, turned)
+        store_rows(written.q, row, exists, turned)
 
     @pl.when(slot >= shape.query_heads)
     def _() -> None:
@@ -101,16 +102,16 @@ def work(shape: Shape, read: Refs, written: Refs) -> None:
         if read.positions is not None:
             at = plt.load(read.positions.at[token], mask=exists, other=-1)
         row = token * shape.kv_heads + head
-        value = _load(read.v, row, exists)
+        value = load_rows(read.v, row, exists)
         key = _prepared(shape, read, read.k, read.k_weight, row, token, exists)
         if at is None:
-            _store(written.key, row, exists, key)
-            _store(written.value, row, exists, value)
+            store_rows(written.key, row, exists, key)
+            store_rows(written.value, row, exists, value)
             return
         places = _places(shape, read, token, at, head)
         if read.key_base is None:
-            _store(written.key, places.row, places.written, key)
-            _store(written.value, places.row, places.written, value)
+            store_rows(written.key, places.row, places.written, key)
+            store_rows(written.value, places.row, places.written, value)
         else:
             base = _base(shape, read, places, token, at, head)
             _store_codes(written, places, key, value, base)
@@ -130,12 +131,12 @@ def _prepared(
     column = jnp.arange(shape.width, dtype=jnp.int32)
     turns, ahead = column < 2 * half, column < half
     partner = jnp.where(ahead, column + half, jnp.where(turns, column - half, column))
-    x = _load(ref, row, wanted, column).astype(jnp.float32)
+    x = load_rows(ref, row, wanted, column).astype(jnp.float32)
     # Values cannot be shuffled in a kernel, so those of the other half are loaded once more.
-    other = _load(ref, row, wanted, partner, turns).astype(jnp.float32)
+    other = load_rows(ref, row, wanted, partner, turns).astype(jnp.float32)
     angle = jnp.where(ahead, column, jnp.where(turns, column - half, 0))
-    cos = _load(read.cos, token, wanted, angle, turns, otherwise=1)
-    sin = _load(read.sin, token, wanted, angle, turns)
+    cos = load_rows(read.cos, token, wanted, angle, turns, otherwise=1)
+    sin = load_rows(read.sin, token, wanted, angle, turns)
     if weight_ref is not None:
         factor = jax.lax.rsqrt(jnp.sum(x * x, axis=1) / shape.width + shape.eps)[:, None]
         more = 1.0 if shape.zero_centred else 0.0
@@ -181,7 +182,7 @@ def _base(
     here &= plt.load(read.positions.at[first], mask=here, other=-1) == at - places.offset
     row = first * shape.kv_heads + head
     new = _prepared(shape, read, read.k, read.k_weight, row, first, here)
-    old = _load(read.key_base, places.block, places.written & ~here)
+    old = load_rows(read.key_base, places.block, places.written & ~here)
     return jnp.where(here[:, None], new, old).astype(jnp.float32)
 
 
@@ -193,35 +194,10 @@ def _store_codes(
     base: Float[Array, "t H"],
 ) -> None:
     codes, scale = quantise(key.astype(jnp.float32) - base)
-    _store(written.key, places.row, places.written, codes)
+    store_rows(written.key, places.row, places.written, codes)
     plt.store(written.key_scale.at[places.row], scale, mask=places.written)
     codes, scale = quantise(value.astype(jnp.float32))
-    _store(written.value, places.row, places.written, codes)
+    store_rows(written.value, places.row, places.written, codes)
     plt.store(written.value_scale.at[places.row], scale, mask=places.written)
     first = places.written & (places.offset == 0)
-    _store(written.key_base, jnp.where(first, places.block, 0), first, key)
-
-
-def _load(
-    ref: Any,
-    row: Int[Array, " t"],
-    wanted: Bool[Array, " t"],
-    column: Int[Array, " H"] | None = None,
-    wanted_columns: Bool[Array, " H"] | None = None,
-    otherwise: int = 0,
-) -> Array:
-    """Chosen rows and columns of a matrix."""
-    column = jnp.arange(ref.shape[1], dtype=jnp.int32) if column is None else column
-    size = (row.shape[0], column.shape[0])
-    mask = jnp.broadcast_to(wanted[:, None], size)
-    if wanted_columns is not None:
-        mask &= wanted_columns[None, :]
-    at = jnp.broadcast_to(row[:, None], size), jnp.broadcast_to(column[None, :], size)
-    return plt.load(ref.at[at], mask=mask, other=otherwise)
-
-
-def _store(ref: Any, row: Int[Array, " t"], wanted: Bool[Array, " t"], values: Array) -> None:
-    column = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    row = jnp.broadcast_to(row[:, None], values.shape)
-    mask = jnp.broadcast_to(wanted[:, None], values.shape)
-    plt.store(ref.at[row, column], values, mask=mask)
+    store_rows(written.key_base, jnp.where(first, places.block, 0), first, key)

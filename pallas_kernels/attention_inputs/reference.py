@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target
-from ..block_attention.scales import BlockScales, quantise, scales_refusals
+from ..attention.scales import BlockScales, quantise, scales_refusals
 
 
 class AttentionInputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""The shapes that the tests, the benchmark and the compile check use, and what the kernel takes."""
+"""The shapes that the tests, the benchmark and the compile check use."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..block_attention.scales import BlockScales
-
-HEAD_WIDTHS = (64, 128, 256)
-DTYPES = ("bfloat16", "float32")
+from ..attention.scales import BlockScales
 
 
 @dataclasses.dataclass(frozen=True)

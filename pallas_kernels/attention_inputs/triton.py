@@ -8,12 +8,13 @@ import jax
 from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target, triton_call, triton_refusals
-from ..block_attention.scales import BlockScales, pool_refusals
+from ..attention.heads import head_refusals
+from ..attention.rows import flat_rows
+from ..attention.scales import BlockScales, pool_refusals
 from . import reference
 from .config import Config, heuristic
 from .kernel import Refs, Shape, work
 from .reference import AttentionInputs
-from .specs import DTYPES, HEAD_WIDTHS
 
 
 def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
@@ -21,17 +22,10 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     reasons = triton_refusals(target) + reference.refusals(target, *arrays, **settings)
     q, k, v, cos, sin = arrays[:5]
     key_blocks = arrays[7] if len(arrays) > 7 else None
-    width = k.shape[-1]
-    if width not in HEAD_WIDTHS:
-        reasons.append(f"head dim {width} is not one of {_listed(HEAD_WIDTHS)}")
     dtypes = {str(x.dtype) for x in (q, k, v)}
     if key_blocks is not None and str(key_blocks.dtype) != "int8":
         dtypes.add(str(key_blocks.dtype))
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        reasons.append(
-            f"dtypes of queries, keys, values and blocks ({_listed(tuple(sorted(dtypes)))}) are "
-            f"not all the same one of {_listed(DTYPES)}"
-        )
+    reasons += head_refusals(k.shape[-1], "queries, keys, values and blocks", sorted(dtypes))
     if str(cos.dtype) != "float32" or str(sin.dtype) != "float32":
         reasons.append(f"cosines and sines are {cos.dtype} and {sin.dtype}, not float32")
     rows = {"queries": q.shape[:3]}
@@ -82,21 +76,22 @@ def attention_inputs(
         zero_centred=zero_centred,
         tile=config.tile,
     )
+    key_scale, value_scale, key_base = (None,) * 3 if scales is None else scales.rows()
     inputs = Refs(
-        q=_rows(q),
-        k=_rows(k),
-        v=_rows(v),
-        cos=_rows(cos),
-        sin=_rows(sin),
+        q=flat_rows(q),
+        k=flat_rows(k),
+        v=flat_rows(v),
+        cos=flat_rows(cos),
+        sin=flat_rows(sin),
         q_weight=q_weight,
         k_weight=k_weight,
         table=block_table,
         positions=None if positions is None else positions.reshape(-1),
-        key=None if key_blocks is None else _rows(key_blocks),
-        value=None if value_blocks is None else _rows(value_blocks),
-        key_scale=None if scales is None else scales.key_scale.reshape(-1),
-        value_scale=None if scales is None else scales.value_scale.reshape(-1),
-        key_base=None if scales is None else _rows(scales.key_base),
+        key=None if key_blocks is None else flat_rows(key_blocks),
+        value=None if value_blocks is None else flat_rows(value_blocks),
+        key_scale=key_scale,
+        value_scale=value_scale,
+        key_base=key_base,
     )
     new = _call(shape, inputs, config)
     turned = new.q.reshape(batch, length, query_heads, width)
@@ -139,11 +134,3 @@ def _call(shape: Shape, inputs: Refs, config: Config) -> Refs:
         input_output_aliases={list(given).index(name): list(out).index(name) for name in pools},
     )(*given.values())
     return Refs(**dict.fromkeys(Refs._fields) | dict(zip(out, results, strict=True)))
-
-
-def _rows(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    return ", ".join(map(str, values))

@@ -1,6 +1,6 @@
 """`block_attention`: see api.py for what it takes, reference.py for the definition."""
 
+from ..attention.scales import BlockScales
 from .api import block_attention
-from .scales import BlockScales
 
 __all__ = ["BlockScales", "block_attention"]

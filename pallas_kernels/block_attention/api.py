@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, Real
 
+from ..attention.scales import BlockScales
 from ..dispatch import REFERENCE, Implementation, Operation
 from . import reference, triton
-from .scales import BlockScales
 
 OPERATION = Operation(
     "block_attention",

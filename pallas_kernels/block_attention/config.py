@@ -35,7 +35,7 @@ class Config:
     num_warps: int
 
 
-def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Config:
+def config_for(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Config:
     """A configuration for these shapes on this device."""
     if (entry := tuned("block_attention", target, _key(q, key_blocks, block_table))) is not None:
         return Config(**entry)

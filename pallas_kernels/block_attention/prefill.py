@@ -7,6 +7,7 @@ are joined afterwards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from .._compat import Target, current_target, triton_call
-from ..attention_cut import Cut
-from ..attention_cut import heuristic as cut_for
-from ..tiled_attention import Load, Sight, attend, load_rows, softmax_scale, store_rows
+from ..attention.cut import Cut, cut_for
+from ..attention.rows import flat_rows, load_rows, store_rows
+from ..attention.scales import BlockScales
+from ..attention.softmax import softmax_scale
+from ..attention.tiles import Load, Sight, attend_tiles
+from .shape import Shape
 
 
-def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Cut:
+def block_cut(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Cut:
     """A cut for these shapes on this device."""
     _, kv_heads, size, _ = key_blocks.shape
     # The scales of a tile are those of one block.
@@ -33,86 +37,89 @@ def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Cut:
 
 def prefill(
     q: Float[Array, "B T N H"],
-    key_blocks: Array,
-    value_blocks: Array,
+    key_blocks: Real[Array, "P K Z H"],
+    value_blocks: Real[Array, "P K Z H"],
     block_table: Int[Array, "B W"],
     positions: Int[Array, "B T"],
-    scales: Any = None,
+    scales: BlockScales | None = None,
     *,
     window: int | None,
     sinks: int,
     cut: Cut | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See `api.block_attention`; `cut` is the heuristic's if None."""
+    """See `api.block_attention`; `cut` is that of `block_cut` if None."""
     if cut is None:
-        cut = heuristic(current_target(), q, key_blocks, block_table)
-    batch, length, heads, width = q.shape
-    kv_heads, size = key_blocks.shape[1:3]
-    group, room = heads // kv_heads, block_table.shape[1] * size
-    tiles = pl.cdiv(length * group, cut.rows)
-
-    def kernel(q_ref, key_ref, value_ref, table_ref, positions_ref, *refs) -> None:
-        scale_refs, out_refs = (refs[:3], refs[3:]) if scales is not None else (None, refs)
-        part, owner = pl.program_id(0), pl.program_id(1)
-        sequence, head = owner // kv_heads, owner % kv_heads
-        # The last queries see most, so they go first.
-        number, split = tiles - 1 - part // cut.splits, part % cut.splits
-        row = number * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
-        token = row // group
-        exists = token < length
-        at = plt.load(
-            positions_ref.at[jnp.full_like(token, sequence), token], mask=exists, other=-1
-        )
-        first = jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0)
-        sight = Sight(first, jnp.minimum(at, room - 1), sinks)
-        place = ((sequence * length + token) * kv_heads + head) * group + row % group
-        q = load_rows(q_ref, place, sight.any)
-        shape = (*key_blocks.shape, block_table.shape[1])
-        find = _find(shape, cut.tile, table_ref, sequence, head)
-        load = _load(find, key_ref, value_ref, scale_refs, q.dtype)
-        state = attend(q, sight, load, cut, patient=False, split=split)
-        if cut.splits == 1:
-            store_rows(out_refs[0], place, exists, state.result(sight.any))
-            return
-        place += split * (batch * length * heads)
-        store_rows(out_refs[0], place, exists, state.mixed)
-        plt.store(out_refs[1].at[place], state.largest * softmax_scale(width), mask=exists)
-        plt.store(out_refs[2].at[place], jnp.where(sight.any, state.total, 0.0), mask=exists)
-
-    rows = batch * length * heads
-    out_shape = [jax.ShapeDtypeStruct((rows, width), q.dtype)]
+        cut = block_cut(current_target(), q, key_blocks, block_table)
+    shape = Shape.of(q, key_blocks, block_table, window=window, sinks=sinks)
+    rows = shape.owners * shape.queries
+    out_shape = [jax.ShapeDtypeStruct((rows, shape.width), q.dtype)]
     if cut.splits > 1:
         out_shape = [
-            jax.ShapeDtypeStruct((cut.splits * rows, width), jnp.float32),
+            jax.ShapeDtypeStruct((cut.splits * rows, shape.width), jnp.float32),
             jax.ShapeDtypeStruct((cut.splits * rows,), jnp.float32),
             jax.ShapeDtypeStruct((cut.splits * rows,), jnp.float32),
         ]
     call = triton_call(
-        kernel,
+        functools.partial(_attend_tile, shape, cut),
         name="block_attention_prefill",
-        grid=(tiles * cut.splits, batch * kv_heads),
+        grid=(cut.tiles(shape.queries) * cut.splits, shape.owners),
         out_shape=out_shape,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )
-    flat = [x.reshape(-1, width) for x in (q, key_blocks, value_blocks)]
-    if scales is not None:
-        key_scale, value_scale, key_base = scales
-        extra = (key_scale.reshape(-1), value_scale.reshape(-1), key_base.reshape(-1, width))
-        results = call(*flat, block_table, positions, *extra)
-    else:
-        results = call(*flat, block_table, positions)
+    matrices = (flat_rows(x) for x in (q, key_blocks, value_blocks))
+    scale_rows = None if scales is None else scales.rows()
+    results = call(*matrices, block_table, positions, scale_rows)
     if cut.splits == 1:
         return results[0].reshape(q.shape)
     parts = (x.reshape(cut.splits, rows, -1) for x in results)
     return _joined(*parts).reshape(q.shape).astype(q.dtype)
 
 
+def _attend_tile(
+    shape: Shape,
+    cut: Cut,
+    q_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
+    table_ref: Any,
+    positions_ref: Any,
+    scale_refs: BlockScales | None,
+    *out_refs: Any,
+) -> None:
+    """One program: a tile of an owner's queries, and one split of the tokens that they see."""
+    part, owner = pl.program_id(0), pl.program_id(1)
+    sequence, head = owner // shape.kv_heads, owner % shape.kv_heads
+    # The last queries see most, so they go first.
+    number, split = cut.tiles(shape.queries) - 1 - part // cut.splits, part % cut.splits
+    row = number * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
+    token = row // shape.group
+    exists = token < shape.length
+    at = plt.load(positions_ref.at[jnp.full_like(token, sequence), token], mask=exists, other=-1)
+    first = jnp.zeros_like(at)
+    if shape.window is not None:
+        first = jnp.maximum(at - shape.window + 1, 0)
+    sight = Sight(first, jnp.minimum(at, shape.room - 1), shape.sinks)
+    place = shape.query_at(sequence, head, row)
+    q = load_rows(q_ref, place, sight.any)
+    find = _find(shape, cut.tile, table_ref, sequence, head)
+    load = _load(find, key_ref, value_ref, scale_refs, q.dtype)
+    state = attend_tiles(q, sight, load, cut, patient=False, split=split)
+    if cut.splits == 1:
+        store_rows(out_refs[0], place, exists, state.result(sight.any))
+        return
+    place += split * (shape.owners * shape.queries)
+    store_rows(out_refs[0], place, exists, state.mixed)
+    largest = state.largest * softmax_scale(shape.width)
+    plt.store(out_refs[1].at[place], largest, mask=exists)
+    plt.store(out_refs[2].at[place], jnp.where(sight.any, state.total, 0.0), mask=exists)
+
+
 def _find(
-    shape: tuple[int, ...], tile: int, table_ref: Any, sequence: Array, head: Array
+    shape: Shape, tile: int, table_ref: Any, sequence: Array, head: Array
 ) -> Callable[[Array], tuple[Array, Array]]:
     """Where the tokens of a tile lie: their rows of the pool, and the block and head of each."""
-    blocks, kv_heads, size, _, columns = shape
+    size = shape.block_size
 
     def find(number: Array) -> tuple[Array, Array]:
         within = jnp.arange(tile, dtype=jnp.int32)
@@ -123,8 +130,8 @@ def _find(
         else:
             column = number * (tile // size) + within // size
             within %= size
-        block = table_ref[sequence, jnp.minimum(column, columns - 1)]
-        block = jnp.clip(block, 0, blocks - 1) * kv_heads + head
+        block = table_ref[sequence, jnp.minimum(column, shape.columns - 1)]
+        block = jnp.clip(block, 0, shape.blocks - 1) * shape.kv_heads + head
         return block * size + within, block
 
     return find
@@ -134,10 +141,10 @@ def _load(
     find: Callable[[Array], tuple[Array, Array]],
     key_ref: Any,
     value_ref: Any,
-    scale_refs: tuple[Any, Any, Any] | None,
+    scale_refs: BlockScales | None,
     dtype: Any,
 ) -> Load:
-    """Reads a tile; see `tiled_attention.Load`. Codes of int8 become keys and values of `dtype`."""
+    """Reads a tile; see `attention.tiles.Load`. Codes of int8 become keys and values of `dtype`."""
 
     def load(number: Array, wanted: Bool[Array, " S"] | None) -> tuple[Array, Array]:
         place, block = find(number)
@@ -148,7 +155,7 @@ def _load(
         key_scale, value_scale = (
             plt.load(ref.at[place], mask=wanted, other=other)[:, None] for ref in scale_refs[:2]
         )
-        base = scale_refs[2][block, :].astype(jnp.float32)[None, :]
+        base = scale_refs.key_base[block, :].astype(jnp.float32)[None, :]
         keys = keys.astype(jnp.float32) * key_scale + base
         return keys.astype(dtype), (values.astype(jnp.float32) * value_scale).astype(dtype)
 

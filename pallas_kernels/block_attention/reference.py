@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from .._compat import Target
-from .scales import BlockScales, scales_refusals
+from ..attention.scales import BlockScales, scales_refusals
 
 KEYS_PER_TILE = 512
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from typing import Any
 
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from .config import Config, rows_for
+from .config import rows_for
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Sizes in the order B, T, K, G, H, P, Z, W; G is the query heads a key/value head.
 
-    A program works for one owner, a key/value head of a sequence: there are C = B * K of them. Its
-    matrices have R rows: T * G queries and padding. `coded` pools hold int8 codes.
+    A program works for one owner, a key/value head of a sequence: there are C = B * K of them. In
+    decoding its matrices have R rows: T * G queries and padding.
     """
 
     batch: int
@@ -29,8 +28,26 @@ class Shape:
     columns: int
     window: int | None
     sinks: int
-    coded: bool
-    config: Config
+
+    @classmethod
+    def of(
+        cls, q: Any, key_blocks: Any, block_table: Any, *, window: int | None, sinks: int
+    ) -> Shape:
+        """The sizes of a call with these arrays."""
+        batch, length, query_heads, width = q.shape
+        blocks, kv_heads, block_size, _ = key_blocks.shape
+        return cls(
+            batch=batch,
+            length=length,
+            kv_heads=kv_heads,
+            group=query_heads // kv_heads,
+            width=width,
+            blocks=blocks,
+            block_size=block_size,
+            columns=block_table.shape[1],
+            window=window,
+            sinks=sinks,
+        )
 
     @property
     def owners(self) -> int:
@@ -39,25 +56,20 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Rows of a program that hold a query, T * G."""
+        """Queries of an owner, T * G."""
         return self.length * self.group
 
     @property
     def rows(self) -> int:
-        """R, the rows of a program."""
+        """R, the rows of a decoding program."""
         return rows_for(self.queries)
 
     @property
-    def scale(self) -> float:
-        """Factor of the scores, for a softmax to base 2."""
-        return self.width**-0.5 * math.log2(math.e)
-
-    @property
-    def sink_tiles(self) -> int:
-        """Tiles that hold the sinks."""
-        return pl.cdiv(self.sinks, self.config.tile)
+    def room(self) -> int:
+        """Tokens that a row of the table has room for."""
+        return self.columns * self.block_size
 
     def query_at(self, sequence: Array, head: Array, row: Array) -> Array:
-        """Where the query of a program's row lies in [B * T * N]."""
+        """Where an owner's queries lie in [B * T * N]."""
         token = sequence * self.length + row // self.group
         return (token * self.kv_heads + head) * self.group + row % self.group

@@ -1,4 +1,4 @@
-"""The shapes that the tests, the benchmark and the compile check use, and what the kernel takes."""
+"""The shapes that the tests, the benchmark and the compile check use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .scales import BlockScales
-
-HEAD_WIDTHS = (64, 128, 256)
-BLOCK_SIZES = (16, 32, 64, 128)
-DTYPES = ("bfloat16", "float32")
+from ..attention.scales import BlockScales
 
 
 @dataclasses.dataclass(frozen=True)

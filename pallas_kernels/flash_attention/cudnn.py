@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float
 
 from .._compat import Target
+from ..attention.heads import dtype_refusals
 from . import reference
 
 DTYPES = ("bfloat16", "float16")
@@ -28,12 +29,8 @@ def refusals(
         )
     if cu_seqlens is not None:
         reasons.append("it takes no packed sequences")
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        reasons.append(
-            f"dtypes of queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) are not all the "
-            f"same one of {', '.join(DTYPES)}"
-        )
+    dtypes = (x.dtype for x in (q, k, v))
+    reasons += dtype_refusals("queries, keys and values", dtypes, DTYPES)
     width, most = q.shape[3], 256 if target.capability >= (9, 0) else 128
     if width > most or width % 8:
         reasons.append(

@@ -15,8 +15,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import triton_call
-from ..attention_cut import Cut
-from ..tiled_attention import Sight, attend, load_rows, store_rows
+from ..attention.cut import Cut
+from ..attention.rows import flat_rows, load_rows, store_rows
+from ..attention.tiles import Sight, attend_tiles
 
 
 def attend_causally(
@@ -44,7 +45,7 @@ def attend_causally(
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    tiles = pl.cdiv(length * group, cut.rows)
+    tiles = cut.tiles(length * group)
 
     def kernel(q_ref, key_ref, value_ref, *refs) -> None:
         number, owner = tiles - 1 - pl.program_id(0), pl.program_id(1)
@@ -60,7 +61,8 @@ def attend_causally(
             return load_rows(key_ref, place, wanted), load_rows(value_ref, place, wanted)
 
         place = ((sequence * length + token) * kv_heads + head) * group + row % group
-        state = attend(load_rows(q_ref, place, sight.any), sight, load, cut, patient=True)
+        rows = load_rows(q_ref, place, sight.any)
+        state = attend_tiles(rows, sight, load, cut, patient=True)
         store_rows(refs[-1], place, exists, state.result(sight.any))
 
     call = triton_call(
@@ -71,7 +73,7 @@ def attend_causally(
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )
-    flat = (x.reshape(-1, width) for x in (q, k, v))
+    flat = (flat_rows(x) for x in (q, k, v))
     return call(*flat, *(() if first is None else (first,))).reshape(q.shape)
 
 

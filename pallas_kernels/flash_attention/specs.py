@@ -1,4 +1,4 @@
-"""The shapes that the tests, the benchmark and the compile check use, and what the kernel takes."""
+"""The shapes that the tests, the benchmark and the compile check use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-HEAD_WIDTHS = (64, 128, 256)
-DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)

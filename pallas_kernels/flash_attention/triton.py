@@ -7,10 +7,10 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from .._compat import Target, current_target, triton_refusals
-from ..attention_cut import Cut, heuristic
+from ..attention.cut import Cut, cut_for
+from ..attention.heads import head_refusals
 from . import reference
 from .kernel import attend_causally
-from .specs import DTYPES, HEAD_WIDTHS
 
 
 def refusals(
@@ -20,14 +20,7 @@ def refusals(
     reasons = triton_refusals(target)
     reasons += reference.refusals(target, q, k, v, cu_seqlens, window=window)
     batch, length, heads, width = q.shape
-    if width not in HEAD_WIDTHS:
-        reasons.append(f"head dim {width} is not one of {', '.join(map(str, HEAD_WIDTHS))}")
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        reasons.append(
-            f"dtypes of queries, keys and values ({q.dtype}, {k.dtype}, {v.dtype}) are not all the "
-            f"same one of {', '.join(DTYPES)}"
-        )
+    reasons += head_refusals(width, "queries, keys and values", (x.dtype for x in (q, k, v)))
     if batch * length * heads >= 2**31:
         reasons.append(f"there are {batch * length * heads} rows of queries, 2^31 or more")
     return reasons
@@ -42,9 +35,9 @@ def flash_attention(
     window: int | None,
     cut: Cut | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See `api.flash_attention`; `cut` is the heuristic's if None."""
+    """See `api.flash_attention`; `cut` is that of `cut_for` if None."""
     if cut is None:
-        cut = heuristic(current_target(), q, k.shape[2])
+        cut = cut_for(current_target(), q, k.shape[2])
     first = None
     if cu_seqlens is not None:
         first = reference.first_visible(cu_seqlens, q.shape[1])

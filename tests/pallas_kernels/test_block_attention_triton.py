@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels._compat import H200, Target, lower_for_cuda
 from pallas_kernels.block_attention import api, block_attention, triton
-from pallas_kernels.block_attention.config import heuristic, shared_bytes
+from pallas_kernels.block_attention.config import config_for, shared_bytes
 from pallas_kernels.block_attention.specs import SPECS, Spec
 from pallas_kernels.testing import decode_bar, interpreted, relative_error
 from tests.pallas_kernels.blocks import Blocks, ragged
@@ -190,7 +190,7 @@ def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
 )
 def test_long_sequences_fill_the_device(lengths, splits):
     q, key, _, table, _ = Spec(lengths).arguments()
-    config = heuristic(H200, q, key, table)
+    config = config_for(H200, q, key, table)
     assert config.splits == splits
     assert config.tile * config.ahead * 2 * 256 * 2 <= H200.shared_memory // 2
 
@@ -235,7 +235,7 @@ def test_shared_memory_is_at_least_what_was_compiled(dtype, int8, width, rows):
         (4096,) * 8, 2 * rows, 2, width, dtype, new_tokens=1, int8=int8
     ).arguments()
     tile, ahead, used = COMPILED[dtype, int8, width, rows]
-    config = heuristic(ADA, q, key, table)
+    config = config_for(ADA, q, key, table)
     assert (config.tile, config.ahead) == (tile, ahead)
     assert used <= shared_bytes(config, q, key) <= 2 * used
 

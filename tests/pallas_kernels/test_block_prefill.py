@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200, current_target, lower_for_cuda
-from pallas_kernels.attention_cut import Cut
-from pallas_kernels.block_attention import block_attention, prefill
+from pallas_kernels.attention.cut import Cut
+from pallas_kernels.block_attention import BlockScales, block_attention, prefill
 from pallas_kernels.block_attention.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, norm_error, prefill_bar, token_error
 from tests.pallas_kernels.blocks import Blocks, ragged
@@ -113,7 +113,9 @@ def test_interpreted_kernel_reads_int8_blocks(normal, splits):
     q = normal(2, 20, 6, 64)
     run = functools.partial(prefill.prefill, window=None, sinks=0, cut=Cut(32, 32, 4, 2, splits))
     with interpreted():
-        mixed = jax.jit(run)(q, key_codes, value_codes, blocks.table, positions, tuple(scales))
+        mixed = jax.jit(run)(
+            q, key_codes, value_codes, blocks.table, positions, BlockScales(*scales)
+        )
     expected = blocks.oracle(q, positions)
     assert token_error(mixed, expected) <= prefill_bar(expected, "float32")
 
@@ -127,7 +129,7 @@ def test_interpreted_int8_in_bfloat16_with_an_outlier_channel(normal):
     q = normal(3, 10, 7, 64).astype(jnp.bfloat16)
     run = functools.partial(block_attention, implementation="triton")
     with interpreted(12):
-        cut = prefill.heuristic(current_target(), q, blocks.key_blocks, blocks.table)
+        cut = prefill.block_cut(current_target(), q, blocks.key_blocks, blocks.table)
         mixed = blocks.attend(q, positions, run=jax.jit(run, static_argnames=("window", "sinks")))
     assert cut.tile == 32 and cut.splits > 1
     assert norm_error(mixed, blocks.oracle(q, positions)) < 4e-3
@@ -148,11 +150,11 @@ def test_kernel_lowers_for_cuda(name):
 )
 def test_few_queries_share_their_tokens(new, splits):
     q, key, _, table, _ = Spec((32768,), new_tokens=new).arguments()
-    assert prefill.heuristic(H200, q, key, table).splits == splits
+    assert prefill.block_cut(H200, q, key, table).splits == splits
 
 
 def test_tiles_of_int8_blocks_do_not_cross_a_block():
     q, key, _, table, _ = Spec((4096,), new_tokens=512, block_size=16).arguments()
     codes = jax.ShapeDtypeStruct(key.shape, jnp.int8)
-    assert prefill.heuristic(H200, q, codes, table).tile == 16
-    assert prefill.heuristic(H200, q, key, table).tile == 64
+    assert prefill.block_cut(H200, q, codes, table).tile == 16
+    assert prefill.block_cut(H200, q, key, table).tile == 64

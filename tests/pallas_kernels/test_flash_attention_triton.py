@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200, Target, lower_for_cuda
-from pallas_kernels.attention_cut import Cut, heuristic
+from pallas_kernels.attention.cut import Cut, cut_for
 from pallas_kernels.flash_attention import api, cudnn, flash_attention, triton
 from pallas_kernels.flash_attention.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, prefill_bar, token_error
@@ -179,7 +179,7 @@ def test_tiles_fit_into_shared_memory(target, dtype, width):
     halves, size = (2, 4) if dtype == "float32" else (1, 2)
     for length, most_tile in itertools.product((9, 512, 8192), (16, 128)):
         q = Spec((length,), width=width, dtype=dtype).arguments()[0]
-        cut = heuristic(target, q, 2, context=length, most_tile=most_tile)
+        cut = cut_for(target, q, 2, context=length, most_tile=most_tile)
         assert cut.tile <= most_tile
         assert size * width * (halves * cut.rows + 4 * cut.tile) <= target.shared_memory
         assert 4 * width * cut.rows <= target.shared_memory

@@ -43,7 +43,7 @@ KERNELS = {
     "block_attention": Kernel(
         block_attention,
         block_attention.config.Config,
-        lambda target, q, keys, _, table, *rest: block_attention.config.heuristic(
+        lambda target, q, keys, _, table, *rest: block_attention.config.config_for(
             target, q, keys, table
         ),
     ),

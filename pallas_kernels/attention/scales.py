@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
+from .rows import flat_rows
+
 LARGEST_CODE = 127
 
 
@@ -28,6 +30,12 @@ class BlockScales(NamedTuple):
     key_scale: Any
     value_scale: Any
     key_base: Any
+
+    def rows(self) -> BlockScales:
+        """As kernels index them: scales like the rows of a pool, and a row for each base."""
+        return BlockScales(
+            self.key_scale.reshape(-1), self.value_scale.reshape(-1), flat_rows(self.key_base)
+        )
 
 
 def pool_refusals(blocks: Any) -> list[str]:

@@ -8,20 +8,16 @@ Letters of this file: R rows of a program, S tokens of a tile.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
-from ._compat import dot, multiply_add
-from .attention_cut import Cut
-
-LOWEST = float(jnp.finfo(jnp.float32).min)
-PATIENCE = 8.0
+from .._compat import dot
+from .cut import Cut
+from .softmax import Softmax, softmax_scale
 
 # (number of the tile, the tokens to read or None for all) -> its keys and values. Rows of tokens
 # that are not to be read are finite.
@@ -49,69 +45,7 @@ class Sight(NamedTuple):
         return self.last >= (jnp.zeros_like(self.first) if self.sinks else self.first)
 
 
-class Softmax(NamedTuple):
-    """An online softmax to base 2: largest score, sum of weights, weighted values."""
-
-    largest: Float[Array, " R"]
-    total: Float[Array, " R"]
-    mixed: Float[Array, "R H"]
-
-    @classmethod
-    def empty(cls, rows: int, width: int) -> Softmax:
-        """Nothing seen yet."""
-        return cls(
-            jnp.full((rows,), LOWEST, jnp.float32),
-            jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, width), jnp.float32),
-        )
-
-    def add(
-        self,
-        scores: Float[Array, "R S"],
-        scale: float,
-        values: Float[Array, "S H"],
-        visible: Bool[Array, "R S"] | None,
-        patient: bool,
-    ) -> Softmax:
-        """One more tile; all of it is visible if `visible` is None.
-
-        If patient, what was summed is rescaled only when a largest score has grown a lot: weights
-        may be up to 2^PATIENCE, which float32 sums bear, and most tiles go without that work.
-        """
-        if visible is not None:
-            scores = jnp.where(visible, scores, LOWEST)
-        largest = jnp.maximum(self.largest, jnp.max(scores, axis=1))
-        grown = None
-        if patient:
-            grown = jnp.max(largest - self.largest) > PATIENCE / scale
-            largest = jnp.where(grown, largest, self.largest)
-        decay = jnp.exp2((self.largest - largest) * scale)
-        weights = jnp.exp2(multiply_add(scores, scale, (-scale * largest)[:, None]))
-        if visible is not None:
-            # In a row that has seen nothing so far, hidden scores are the largest too.
-            weights = jnp.where(visible, weights, 0.0)
-        if grown is None:
-            mixed = self.mixed * decay[:, None]
-        else:
-            mixed = jax.lax.cond(grown, lambda x: x * decay[:, None], lambda x: x, self.mixed)
-        return Softmax(
-            largest,
-            self.total * decay + jnp.sum(weights, axis=1),
-            mixed + dot(weights.astype(values.dtype), values),
-        )
-
-    def result(self, wanted: Bool[Array, " R"]) -> Float[Array, "R H"]:
-        """The attended values; zero in rows that saw nothing or are not wanted."""
-        known = wanted & (self.total > 0)
-        return self.mixed * jnp.where(known, 1.0 / self.total, 0.0)[:, None]
-
-
-def softmax_scale(width: int) -> float:
-    """Factor of the scores, for a softmax to base 2."""
-    return width**-0.5 * math.log2(math.e)
-
-
-def attend(
+def attend_tiles(
     q: Float[Array, "R H"],
     sight: Sight,
     load: Load,
@@ -136,7 +70,7 @@ def attend(
     """
     rows, width = q.shape
     scale = softmax_scale(width)
-    span, sinks = _Span.of(sight, cut.tile), sight.sinks
+    span, sinks = _TileSpan.of(sight, cut.tile), sight.sinks
 
     def plain(number: Array, state: Softmax) -> Softmax:
         keys, values = load(number, None)
@@ -160,7 +94,7 @@ def attend(
     return jax.lax.fori_loop(*share(span.masked_tiles), masked, state)
 
 
-class _Span(NamedTuple):
+class _TileSpan(NamedTuple):
     """The tiles that a program looks at, as int32 scalars.
 
     Attributes:
@@ -182,7 +116,7 @@ class _Span(NamedTuple):
     stop: Array
 
     @classmethod
-    def of(cls, sight: Sight, tile: int) -> _Span:
+    def of(cls, sight: Sight, tile: int) -> _TileSpan:
         """The tiles that rows with this sight look at; none if they see nothing."""
         most = jnp.iinfo(jnp.int32).max - tile
         latest = jnp.max(jnp.where(sight.any, sight.last, -1))
@@ -207,30 +141,3 @@ class _Span(NamedTuple):
         number = self.start + number
         number += jnp.where(number < self.plain_start, 0, self.plain_stop - self.plain_start)
         return jnp.where(index < self.sink_tiles, index, number)
-
-
-def load_rows(
-    ref: Any, place: Int[Array, " r"], wanted: Bool[Array, " r"] | None
-) -> Shaped[Array, "r H"]:
-    """Rows of a matrix; zero where not wanted, if something is said about that."""
-    row, column, mask = _grid(place, wanted, ref.shape[1])
-    other = None if wanted is None else jnp.zeros((), ref.dtype)
-    return plt.load(ref.at[row, column], mask=mask, other=other)
-
-
-def store_rows(
-    ref: Any, place: Int[Array, " r"], wanted: Bool[Array, " r"], values: Float[Array, "r H"]
-) -> None:
-    """Writes the wanted rows of a matrix."""
-    row, column, mask = _grid(place, wanted, ref.shape[1])
-    plt.store(ref.at[row, column], values.astype(ref.dtype), mask=mask)
-
-
-def _grid(
-    place: Int[Array, " r"], wanted: Bool[Array, " r"] | None, width: int
-) -> tuple[Array, Array, Array | None]:
-    shape = (place.shape[0], width)
-    if wanted is not None:
-        wanted = jnp.broadcast_to(wanted[:, None], shape)
-    row = jnp.broadcast_to(place[:, None], shape)
-    return row, jax.lax.broadcasted_iota(jnp.int32, shape, 1), wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ._compat import Target
+from .._compat import Target
 
 MOST_SPLITS = 32
 # Most rows and tokens a step in float32, by head dim: more would not fit into the registers, since
@@ -31,8 +31,12 @@ class Cut:
     num_stages: int
     splits: int = 1
 
+    def tiles(self, queries: int) -> int:
+        """Tiles of rows that hold so many queries."""
+        return -(-queries // self.rows)
 
-def heuristic(
+
+def cut_for(
     target: Target, q: Any, kv_heads: int, *, most_tile: int = 128, context: int = 0
 ) -> Cut:
     """A cut for these shapes on this device.
