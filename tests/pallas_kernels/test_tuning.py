@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,12 @@ class Kernel:
     operation: ModuleType
     kind: type
     configuration: Callable[..., Any]
+
+    @property
+    def specs(self) -> list[Any]:
+        """The calls in its `specs.py`."""
+        module = importlib.import_module(f"{self.operation.__name__}.specs")
+        return list(module.SPECS.values())
 
     def keys(self, monkeypatch, specs) -> list[str]:
         """The keys that calls ask for."""
@@ -78,13 +85,13 @@ def test_entries_are_configurations_of_shapes_in_the_specs(monkeypatch, device, 
     assert device == device.lower().replace(" ", "-")
     kernel = KERNELS[name]
     kernel.kind(**fields)
-    assert key in kernel.keys(monkeypatch, kernel.operation.specs.SPECS.values())
+    assert key in kernel.keys(monkeypatch, kernel.specs)
 
 
 @pytest.mark.parametrize(("device", "name", "key", "fields"), ENTRIES)
 def test_entries_differ_from_the_heuristic(monkeypatch, device, name, key, fields):
     kernel = KERNELS[name]
-    specs = kernel.operation.specs.SPECS.values()
+    specs = kernel.specs
     measured = [spec for spec in specs if kernel.keys(monkeypatch, [spec]) == [key]]
     assert measured and device == "nvidia-h200"
     monkeypatch.setattr(tuning, "table", lambda kind: {})
@@ -95,7 +102,7 @@ def test_entries_differ_from_the_heuristic(monkeypatch, device, name, key, field
 @pytest.mark.parametrize("name", KERNELS)
 def test_calls_use_the_entry_of_their_shape(monkeypatch, name):
     kernel = KERNELS[name]
-    spec = next(iter(kernel.operation.specs.SPECS.values()))
+    spec = kernel.specs[0]
     (key,) = kernel.keys(monkeypatch, [spec])
     entry = {field.name: 1024 for field in dataclasses.fields(kernel.kind)}
     monkeypatch.setattr(tuning, "table", lambda kind: {name: {key: entry}})
