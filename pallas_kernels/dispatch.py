@@ -115,14 +115,14 @@ class Operation:
     ) -> Choice:
         """Which implementation takes a call, computing nothing.
 
+        Shapes and dtypes that contradict the definition's annotations, and settings that are no
+        plain values, are refused by all.
+
         Args:
             arrays: the call's arrays, or `jax.ShapeDtypeStruct` in their place.
             implementation: the only one to ask, or None for the whole table.
             target: the device; the current one if None.
             settings: the call's settings.
-
-        Shapes and dtypes that contradict the definition's annotations, and settings that are no
-        plain values, are refused by all.
         """
         if implementation is not None and implementation not in self.implementations:
             known = ", ".join(self.implementations)

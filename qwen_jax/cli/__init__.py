@@ -94,9 +94,8 @@ def _refusal(error: ExceptionGroup) -> str:
 
     if error.split(Refused)[1] is not None:
         raise error
-    reasons = "; ".join(map(str, error.exceptions))
     return (
-        f"{error.message}: {reasons}. Leave out --implementation for the first that takes each "
+        f"{error.message}. Leave out --implementation for the first that takes each "
         "call; inspect --kernels shows which that is"
     )
 
