@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt
 
 INTERPRETER = "interpreter"
 
@@ -124,17 +124,40 @@ def dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def multiply_add(a: Float[Array, "m n"], b: float, c: Float[Array, "m #n"]) -> Float[Array, "m n"]:
+def multiply_add(
+    a: Float[Array, "*s"], b: float | Float[Array, "..."], c: Float[Array, "..."]
+) -> Float[Array, "*s"]:
     """A * b + c inside a kernel, in one instruction, which the Triton backend makes of no sum."""
+    b = jnp.full(a.shape, b, jnp.float32) if isinstance(b, float) else jnp.broadcast_to(b, a.shape)
     c = jnp.broadcast_to(c, a.shape)
     if current_target().platform == INTERPRETER:
         return a * b + c
     return plt.elementwise_inline_asm(
         "fma.rn.f32 $0, $1, $2, $3;",
-        args=[a, jnp.full(a.shape, b, jnp.float32), c],
+        args=[a, b, c],
         constraints="=f,f,f,f",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
+    )[0]
+
+
+def as_mantissa(words: UInt[Array, "..."], mask: int) -> Float[Array, "..."]:
+    """The masked bits as those of a mantissa, inside a kernel, in one instruction.
+
+    Args:
+        words: uint32.
+        mask: bits below 23. A field of value v at bit p gives 1 + v * 2^(p - 23).
+    """
+    one = 0x3F800000
+    if current_target().platform == INTERPRETER:
+        bits = (words & jnp.uint32(mask)) | jnp.uint32(one)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return plt.elementwise_inline_asm(
+        f"{{ .reg .b32 mask; mov.b32 mask, {mask}; lop3.b32 $0, $1, mask, {one}, 0xEA; }}",
+        args=[jax.lax.bitcast_convert_type(words, jnp.int32)],
+        constraints="=f,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float32)],
     )[0]
 
 

@@ -18,6 +18,7 @@ import jaxtyping
 _KINDS = {
     jaxtyping.Float: ("floating point", lambda dtype: jnp.issubdtype(dtype, jnp.floating)),
     jaxtyping.Int: ("int32", lambda dtype: dtype == jnp.int32),
+    jaxtyping.UInt: ("uint32", lambda dtype: dtype == jnp.uint32),
     jaxtyping.Real: ("numbers", lambda dtype: jnp.issubdtype(dtype, jnp.number)),
 }
 

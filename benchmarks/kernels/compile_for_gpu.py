@@ -32,7 +32,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.kernels.devices import DEVICES, Device
 
 # Each has `specs.SPECS`: by name, objects with `arguments()` (shapes and dtypes) and `settings()`.
-OPERATIONS = ("attention_inputs", "block_attention", "delta_rule", "flash_attention", "rms_norm")
+OPERATIONS = (
+    "attention_inputs",
+    "block_attention",
+    "delta_rule",
+    "dequant_matmul",
+    "flash_attention",
+    "rms_norm",
+)
 
 # Label, function, and shapes and dtypes of its arguments.
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]

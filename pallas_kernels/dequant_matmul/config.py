@@ -1,0 +1,80 @@
+"""How the work of the Triton kernels is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+
+FEW_ROWS = 4
+SOME_ROWS = 64
+ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRows:
+    """How the work is cut for up to `FEW_ROWS` rows.
+
+    Attributes:
+        outputs: outputs a program, a power of two.
+        units: units of each that are read at once, a power of two.
+        num_warps: warps a program.
+    """
+
+    outputs: int = 16
+    units: int = 64
+    num_warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class SomeRows:
+    """How the work is cut for up to `SOME_ROWS` rows.
+
+    Attributes:
+        rows: rows a program, a power of two from 16 on.
+        outputs: outputs a program, a power of two. With 32 a warp, no thread repeats another's
+            decoding.
+        splits: into how many parts the inputs are cut; parts are summed by a further launch.
+        num_warps: warps a program.
+    """
+
+    rows: int = 16
+    outputs: int = 64
+    splits: int = 1
+    num_warps: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyRows:
+    """How the work is cut for more rows.
+
+    Attributes:
+        rows: rows a program, a power of two.
+        outputs: outputs a program, a power of two.
+        units: units that are decoded at once, a power of two.
+        num_warps: warps a program.
+        num_stages: see `_compat.triton_call`.
+    """
+
+    rows: int = 128
+    outputs: int = 128
+    units: int = 2
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+Config = FewRows | SomeRows | ManyRows
+
+
+def heuristic(cores: int, rows: int, outputs: int, units: int) -> Config:
+    """A configuration for so many rows, outputs and units on a device of so many cores."""
+    if rows <= FEW_ROWS:
+        # Threads hold all rows' sums of their outputs.
+        most = 16 if rows == 1 else 8
+        enough = outputs >= most * ROUNDS * cores
+        return FewRows(most if enough else most // 2, min(64, _power_of_two(units)), 4)
+    if rows <= SOME_ROWS:
+        return SomeRows(max(16, _power_of_two(rows)))
+    return ManyRows()
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
