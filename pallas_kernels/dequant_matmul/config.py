@@ -30,16 +30,18 @@ class SomeRows:
 
     Attributes:
         rows: rows a program, a power of two from 16 on.
-        outputs: outputs a program, a power of two. With 32 a warp, no thread repeats another's
-            decoding.
+        outputs: outputs a program, a power of two.
         splits: into how many parts the inputs are cut; parts are summed by a further launch.
-        num_warps: warps a program.
+        num_warps: warps a program. Where a thread has two units of a group, it stores what it
+            decodes in long words; with fewer than one, threads repeat each other's work.
+        num_stages: see `_compat.triton_call`.
     """
 
     rows: int = 16
     outputs: int = 64
     splits: int = 1
     num_warps: int = 2
+    num_stages: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +66,23 @@ class ManyRows:
 Config = FewRows | SomeRows | ManyRows
 
 
-def heuristic(cores: int, rows: int, outputs: int, units: int) -> Config:
-    """A configuration for so many rows, outputs and units on a device of so many cores."""
+def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int) -> Config:
+    """A configuration for a call's sizes on a device of so many cores.
+
+    Args:
+        cores: multiprocessors.
+        rows: rows of x.
+        outputs: O.
+        units: U.
+        group_units: units a group.
+    """
     if rows <= FEW_ROWS:
         # Threads hold all rows' sums of their outputs.
         most = 16 if rows == 1 else 8
         enough = outputs >= most * ROUNDS * cores
         return FewRows(most if enough else most // 2, min(64, _power_of_two(units)), 4)
     if rows <= SOME_ROWS:
-        return SomeRows(max(16, _power_of_two(rows)))
+        return SomeRows(max(16, _power_of_two(rows)), 64, 1, max(2, group_units))
     return ManyRows()
 
 

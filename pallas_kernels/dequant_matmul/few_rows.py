@@ -37,7 +37,7 @@ def product(
     """See `api.dequant_matmul`."""
     tile = config.outputs, config.units
     tiles = pl.cdiv(shape.units, config.units)
-    arrays = [turned(shape, x, tiles * config.units, zero is None), codes, scale]
+    arrays = [turned(shape, x, tiles, config.units, zero is None), codes, scale]
     arrays += [] if zero is None else [zero]
 
     def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
@@ -54,9 +54,7 @@ def product(
                 jnp.broadcast_to(x_ref[row, START, here][None, :], tile)
                 for row in range(shape.rows)
             ]
-            for value, codes in enumerate(
-                mantissas(words(shape, codes_ref, output, unit, mask))
-            ):
+            for value, codes in enumerate(mantissas(words(shape, codes_ref, output, unit, mask))):
                 products = [
                     multiply_add(codes, x_ref[row, value, here][None, :], product)
                     for row, product in enumerate(products)
@@ -89,17 +87,19 @@ def product(
 
 
 def turned(
-    shape: Shape, x: Float[Array, "M I"], units: int, centred: bool
+    shape: Shape, x: Float[Array, "M I"], tiles: int, tile_units: int, centred: bool
 ) -> Float[Array, "M 34 units"]:
     """X by value of a unit and unit, multiplied; then where sums start, and the sum of x.
 
     Args:
         shape: of the call.
         x: rows.
-        units: so many; those beyond the inputs are zero.
+        tiles: of units; those beyond the inputs are zero.
+        tile_units: units of a tile, a power of two.
         centred: whether sums start so that the centre of the codes counts as zero, not code 0.
     """
-    count = min(TURNED_UNITS, units)
+    units = tiles * tile_units
+    count = min(TURNED_UNITS, tile_units)
     tile = UNIT, count
     centre = CENTRES[shape.bits] if centred else 0.0
 

@@ -82,7 +82,9 @@ def unpack(codes: Any, inputs: int) -> Any:
     """
     xp: Any = np if isinstance(codes, np.ndarray) else jnp
     if codes.dtype != xp.uint32 or codes.ndim < 2:
-        raise ValueError(f"codes are {codes.dtype}{list(codes.shape)}; accepted is uint32 [... Q U]")
+        raise ValueError(
+            f"codes are {codes.dtype}{list(codes.shape)}; accepted is uint32 [... Q U]"
+        )
     bits, units = codes.shape[-2:]
     _check_bits(bits)
     if units != unit_count(inputs):

@@ -17,7 +17,8 @@ from .specs import RESULTS, SCALES
 def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     """Why the kernels do not take a call; see `dispatch.Implementation`."""
     reasons = triton_refusals(target) + reference.refusals(target, *arrays, **settings)
-    x, codes, scale, zero = (*arrays, None)[:4]
+    x, codes, scale, *rest = arrays
+    zero = rest[0] if rest else None
     if str(x.dtype) != "bfloat16":
         reasons.append(f"x is {x.dtype}, not bfloat16")
     for name, array in {"scale": scale, "zero": zero}.items():
@@ -47,9 +48,10 @@ def dequant_matmul(
     """See `api.dequant_matmul`; `config` is the heuristic's if None, and its kind is the kernel."""
     inputs, (outputs, bits, units) = x.shape[-1], codes.shape
     rows = x.size // inputs
-    if config is None:
-        config = heuristic(current_target().cores, rows, outputs, units)
     shape = Shape(rows, inputs, outputs, bits, units, group_size // UNIT, dtype)
+    if config is None:
+        cores = current_target().cores
+        config = heuristic(cores, rows, outputs, units, shape.group_units)
     kernel: Any = many_rows
     if isinstance(config, FewRows):
         kernel = few_rows

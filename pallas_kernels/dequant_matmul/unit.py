@@ -54,8 +54,8 @@ def mantissas(words: list[UInt[Array, "*s"]]) -> list[Float[Array, "*s"]]:
     return found
 
 
-def centred(words: list[UInt[Array, " o"]]) -> Float[Array, "o i"]:
-    """The codes of a unit from the centre, in steps of `step(bits)`: integers, in bfloat16."""
+def centred(words: list[UInt[Array, "o u"]]) -> Float[Array, "o i"]:
+    """The codes of units from the centre, in steps of `step(bits)`: integers, in bfloat16."""
     bits = len(words)
     values = []
     for mantissa, multiplier in zip(mantissas(words), multipliers(bits), strict=True):

@@ -1,0 +1,142 @@
+"""Codes in words: against one big number a unit, and there and back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.dequant_matmul import layout
+from pallas_kernels.dequant_matmul.unit import centred, multipliers, positions, step
+from pallas_kernels.testing import interpreted
+
+
+def drawn(bits: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(bits).integers(0, 2**bits, shape).astype(np.uint8)
+
+
+@st.composite
+def matrices(draw):
+    bits = draw(st.sampled_from(layout.BITS))
+    inputs = draw(st.integers(1, 131))
+    code = st.integers(0, 2**bits - 1)
+    rows = draw(st.lists(st.lists(code, min_size=inputs, max_size=inputs), min_size=1, max_size=3))
+    return bits, np.array(rows, np.uint8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrices())
+def test_round_trip(matrix):
+    bits, values = matrix
+    codes = layout.pack(values, bits)
+    assert codes.dtype == np.uint32
+    assert codes.shape == (len(values), bits, -(-values.shape[1] // 32))
+    np.testing.assert_array_equal(layout.unpack(codes, values.shape[1]), values)
+
+
+@pytest.mark.parametrize("bits", layout.BITS)
+@pytest.mark.parametrize("inputs", [1, 64])
+def test_jax_gives_the_words_of_numpy(bits, inputs):
+    values = drawn(bits, 2, 3, inputs)
+    codes = jax.jit(layout.pack, static_argnums=1)(jnp.asarray(values), bits)
+    np.testing.assert_array_equal(codes, layout.pack(values, bits))
+    back = jax.jit(layout.unpack, static_argnums=1)(codes, inputs)
+    assert back.dtype == jnp.uint8
+    np.testing.assert_array_equal(back, values)
+
+
+def test_words_are_those_that_the_layout_names():
+    three = np.array([i % 8 for i in range(30)] + [0b011, 0b110])
+    words = [sum(int(three[10 * i + j]) << 3 * j for j in range(10)) for i in range(3)]
+    # Value 30 is 011 and value 31 is 110, their lowest bits in word 0.
+    words = [words[0] | 1 << 30, words[1] | 3 << 30, words[2] | 1 << 31]
+    np.testing.assert_array_equal(layout.pack(three, 3)[:, 0], words)
+    four = layout.pack(np.arange(32) % 16, 4)[:, 0]
+    np.testing.assert_array_equal(four, [0x76543210, 0xFEDCBA98] * 2)
+    eight = layout.pack(np.arange(200, 232), 8)[:, 0]
+    assert eight[0] == 200 | 201 << 8 | 202 << 16 | 203 << 24
+    assert eight[7] == 228 | 229 << 8 | 230 << 16 | 231 << 24
+
+
+@pytest.mark.parametrize("bits", layout.BITS)
+def test_tail_is_zero_and_ignored(bits):
+    values = drawn(bits, 2, 40)
+    codes = layout.pack(values, bits)
+    assert not layout.unpack(codes, 64)[:, 40:].any()
+    tail = layout.pack(np.pad(0 * values, ((0, 0), (0, 24)), constant_values=2**bits - 1), bits)
+    np.testing.assert_array_equal(layout.unpack(codes | tail, 40), values)
+
+
+@pytest.mark.parametrize("bits", layout.BITS)
+@pytest.mark.parametrize(("group_size", "inputs"), [(32, 200), (64, 1), (128, 128)])
+def test_numbers_of_codes(bits, group_size, inputs, normal):
+    values, groups = drawn(bits, 3, inputs), layout.group_count(inputs, group_size)
+    scale, zero = normal(3, groups), normal(3, groups)
+    centre = {3: 3.5, 4: 7.5, 8: 128.0}[bits]
+    plain, shifted = (
+        layout.dequantise(
+            jnp.asarray(layout.pack(values, bits)),
+            jnp.asarray(scale),
+            None if z is None else jnp.asarray(z),
+            inputs,
+            group_size,
+        )
+        for z in (None, zero)
+    )
+    for i in range(inputs):
+        g = i // group_size
+        np.testing.assert_allclose(plain[:, i], scale[:, g] * (values[:, i] - centre), rtol=1e-6)
+        expected = scale[:, g] * (values[:, i] - zero[:, g])
+        np.testing.assert_allclose(shifted[:, i], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", layout.BITS)
+def test_values_inside_a_kernel_are_exact(bits):
+    """Every code at every place of a unit."""
+    values = (np.arange(2**bits)[:, None] + np.arange(32)) % 2**bits
+    words = jnp.asarray(layout.pack(values, bits))
+    with interpreted():
+        found = centred([words[:, word] for word in range(bits)])
+    assert found.dtype == jnp.bfloat16
+    expected = values - layout.CENTRES[bits]
+    np.testing.assert_array_equal(np.asarray(found, np.float64) * step(bits), expected)
+
+
+@pytest.mark.parametrize("bits", layout.BITS)
+def test_fields_lie_inside_the_mantissa(bits):
+    assert all(0 < position <= 23 - bits for position in positions(bits))
+    # Beside 24 bits of a sum, what the 1 of a mantissa costs, in steps of the largest code.
+    assert max(multipliers(bits)) / 2**bits <= 2**9
+
+
+@pytest.mark.parametrize(
+    ("values", "bits", "reason"),
+    [
+        (np.array([0, 8]), 3, "run from 0 to 8; accepted is 0 to 7 at 3 bits"),
+        (np.array([-1, 3]), 4, "run from -1 to 3; accepted is 0 to 15 at 4 bits"),
+        (np.array([1]), 5, "codes have 5 bits; accepted is 3, 4 or 8"),
+        (np.array([1.0]), 3, r"float64\[1\]; accepted are integers"),
+        (np.zeros((2, 0), int), 3, r"\[2, 0\]; accepted are integers along an axis that holds"),
+    ],
+)
+def test_what_cannot_be_packed(values, bits, reason):
+    with pytest.raises(ValueError, match=reason):
+        layout.pack(values, bits)
+
+
+@pytest.mark.parametrize(
+    ("codes", "inputs", "reason"),
+    [
+        (np.zeros((3, 2), np.int32), 64, "codes are int32"),
+        (np.zeros(3, np.uint32), 64, r"accepted is uint32 \[... Q U\]"),
+        (np.zeros((5, 2), np.uint32), 64, "codes have 5 bits"),
+        (np.zeros((3, 2), np.uint32), 65, "hold 2 units of 32 values; 65 values need 3"),
+        (np.zeros((3, 2), np.uint32), 32, "hold 2 units of 32 values; 32 values need 1"),
+    ],
+)
+def test_what_cannot_be_unpacked(codes, inputs, reason):
+    with pytest.raises(ValueError, match=reason):
+        layout.unpack(codes, inputs)

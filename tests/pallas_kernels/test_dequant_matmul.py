@@ -1,0 +1,258 @@
+"""Products with codes against float64: reference and Triton kernels, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._compat import H200, Target, lower_for_cuda
+from pallas_kernels.dequant_matmul import api, dequant_matmul, layout, triton
+from pallas_kernels.dequant_matmul.config import FewRows, ManyRows, SomeRows, heuristic
+from pallas_kernels.dequant_matmul.specs import SPECS, Spec
+from pallas_kernels.testing import interpreted, norm_error
+
+
+@functools.cache
+def drawn(spec: Spec) -> tuple[list[jax.Array | None], np.ndarray]:
+    """Arrays of a call, and the product in float64. Bits behind the last input are ones."""
+    rng = np.random.default_rng(spec.outputs)
+    _, codes, scale, _ = spec.arguments()
+    values = rng.integers(0, 2**spec.bits, (spec.outputs, spec.inputs))
+    tail = ((0, 0), (0, -spec.inputs % layout.UNIT))
+    packed = layout.pack(np.pad(values, tail, constant_values=2**spec.bits - 1), spec.bits)
+    assert packed.shape == codes.shape
+    x = jnp.asarray(rng.standard_normal((spec.rows, spec.inputs)), jnp.bfloat16)
+    scales = jnp.asarray(rng.uniform(0.1, 3, scale.shape) * rng.choice((-1, 1), scale.shape))
+    scales = scales.astype(scale.dtype)
+    zero = None
+    if spec.zero:
+        zero = jnp.asarray(rng.uniform(0, 2**spec.bits, scale.shape), scale.dtype)
+
+    def wide(x):
+        return np.repeat(np.asarray(x, np.float64), spec.group_size, axis=1)[:, : spec.inputs]
+
+    weight = values - (layout.CENTRES[spec.bits] if zero is None else wide(zero))
+    expected = np.asarray(x, np.float64) @ (weight * wide(scales)).T
+    return [x, jnp.asarray(packed), scales, zero], expected
+
+
+def bar(spec: Spec) -> float:
+    """Greatest acceptable error: weights are rounded to bfloat16 from 65 rows on."""
+    own = 3e-4 if spec.rows <= 64 else 3e-3
+    return own + (2e-3 if spec.result == "bfloat16" else 0)
+
+
+def check(spec: Spec, implementation: str | None, config=None):
+    arrays, expected = drawn(spec)
+    run = functools.partial(api.OPERATION, implementation=implementation, **spec.settings())
+    if config is not None:
+        run = jax.jit(functools.partial(triton.dequant_matmul, config=config, **spec.settings()))
+    y = run(*arrays)
+    assert y.dtype == spec.result
+    assert y.shape == expected.shape
+    assert norm_error(y, expected) < bar(spec)
+
+
+def small(rows: int, bits: int, group_size: int, **more) -> Spec:
+    """A call whose sizes are multiples of nothing."""
+    more = {"result": "float32"} | more
+    return Spec(rows, more.pop("outputs", 37), more.pop("inputs", 300), bits, group_size, **more)
+
+
+CASES = {
+    "1 row": small(1, 3, 32),
+    "1 row, one input": small(1, 3, 64, inputs=1),
+    "2 rows": small(2, 4, 64, zero=True),
+    "4 rows": small(4, 3, 128, scale="float32", zero=True),
+    "1 row, 8 bits": small(1, 8, 128, zero=True, result="bfloat16"),
+    "5 rows": small(5, 3, 128),
+    "16 rows": small(16, 4, 64, zero=True, outputs=70),
+    "64 rows": small(64, 3, 32, inputs=200, result="bfloat16"),
+    "65 rows": small(65, 3, 32),
+    "65 rows, 8 bits": small(65, 8, 128, zero=True, result="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference_equals_the_formula(name):
+    check(CASES[name], "reference")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_equals_the_formula(name):
+    with interpreted():
+        check(CASES[name], "triton")
+
+
+# Three tiles or more along each axis, the last ones not full; and multiples of the tile.
+CUTS = {
+    "few rows": (small(3, 3, 32, inputs=520, zero=True), FewRows(16, 8, 4)),
+    "few rows, whole tiles": (small(1, 4, 64, inputs=512, outputs=32), FewRows(16, 8, 4)),
+    "some rows": (small(33, 3, 64, zero=True, outputs=70), SomeRows(16, 32)),
+    "some rows, split": (
+        small(7, 8, 32, inputs=520, outputs=32, scale="float32"),
+        SomeRows(16, 32, 3),
+    ),
+    "many rows": (small(70, 3, 64, zero=True), ManyRows(32, 16, 4)),
+    "many rows, whole tiles": (small(96, 4, 128, inputs=384, outputs=48), ManyRows(32, 16, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_several_tiles(name):
+    with interpreted():
+        check(CUTS[name][0], None, CUTS[name][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUTS)
+def test_several_tiles_on_a_gpu(name):
+    check(CUTS[name][0], None, CUTS[name][1])
+
+
+ON_GPU = CASES | {
+    f"{rows} rows, {bits} bits, groups of {group_size}": small(
+        rows, bits, group_size, outputs=1000, inputs=1000, zero=group_size == 64
+    )
+    for rows in (1, 2, 4, 5, 16, 64, 65, 300)
+    for bits in layout.BITS
+    for group_size in layout.GROUP_SIZES
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_kernel_on_a_gpu_equals_the_formula(name):
+    check(ON_GPU[name], "triton")
+
+
+@pytest.mark.parametrize("rows", [2, 7, 65])
+def test_leading_axes_are_kept_and_nothing_mixes(rows):
+    spec = small(rows, 3, 32, inputs=96)
+    (x, codes, scale, _), expected = drawn(spec)
+    x, scale = x.at[1, 5].set(jnp.nan), scale.at[3, 1].set(jnp.nan)
+    with interpreted():
+        y = dequant_matmul(x[None, :, None], codes, scale, group_size=32, implementation="triton")
+    assert y.shape == (1, rows, 1, 37)
+    assert y.dtype == jnp.bfloat16
+    lost = np.isnan(np.asarray(y[0, :, 0], np.float32))
+    wanted = np.zeros_like(lost)
+    wanted[1], wanted[:, 3] = True, True
+    np.testing.assert_array_equal(lost, wanted)
+    assert norm_error(np.where(wanted, 0, y[0, :, 0]), np.where(wanted, 0, expected)) < 6e-3
+
+
+@pytest.mark.parametrize("rows", [1, 7, 65])
+def test_groups_of_scale_zero_are_zero(rows):
+    (x, codes, scale, zero), _ = drawn(small(rows, 3, 32, inputs=96, zero=True))
+    with interpreted():
+        y = dequant_matmul(x, codes, 0 * scale, zero, group_size=32, implementation="triton")
+    assert not np.any(y)
+
+
+def test_gradient_of_the_kernel(check_gradient, normal):
+    """Kernels only go forward: the gradient is the reference's. Codes have none."""
+    values = np.random.default_rng(0).integers(0, 8, (5, 40))
+    codes, x = jnp.asarray(layout.pack(values, 3)), normal(2, 40)
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+
+    def function(scale, zero):
+        settings = {"group_size": 32, "dtype": "float32", "implementation": "triton"}
+        with interpreted():
+            return dequant_matmul(jnp.asarray(x, jnp.bfloat16), codes, scale, zero, **settings)
+
+    def oracle(scale, zero):
+        scale, zero = (np.repeat(z, 32, axis=1)[:, :40] for z in (scale, zero))
+        return x @ (scale * (values - zero)).T
+
+    check_gradient(function, oracle, normal(5, 2), normal(5, 2))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_kernel_lowers_for_cuda(name):
+    spec = SPECS[name]
+
+    def call(*arrays):
+        return api.OPERATION(*arrays, implementation="triton", **spec.settings())
+
+    launches = 2 if spec.rows <= 4 else 1
+    assert lower_for_cuda(call, *spec.arguments()).count("xla.gpu.triton") == launches
+
+
+def choose(spec=SPECS["16 rows, 12288x2048"], target=H200, settings=None, places=None, **changes):
+    spec = dataclasses.replace(spec, **changes)
+    arrays = list(spec.arguments())
+    for place, array in (places or {}).items():
+        arrays[place] = jax.ShapeDtypeStruct(*array)
+    settings = spec.settings() | (settings or {})
+    return api.OPERATION.choose(*arrays, implementation=None, target=target, **settings)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bits": 4, "group_size": 32, "zero": True, "scale": "float32", "result": "float32"},
+        {"bits": 8, "inputs": 1},
+        {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
+    ],
+)
+def test_a_gpu_takes_the_kernel(changes):
+    choice = choose(**changes)
+    assert (choice.chosen, choice.refused) == ("triton", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scale": "float16"}, "scale is float16, not bfloat16 or float32"),
+        ({"scale": "float16", "zero": True}, "zero is float16"),
+        ({"result": "float16"}, "the result is float16"),
+        ({"places": {0: ((16, 2048), "float32")}}, "x is float32, not bfloat16"),
+        ({"rows": 2**20}, "x has 2147483648 elements, 2^31 or more"),
+        ({"rows": 2**18}, "the result has 3221225472 elements"),
+        ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
+    ],
+)
+def test_refusals_of_the_kernel(changes, reason):
+    choice = choose(**changes)
+    assert choice.chosen == "reference"
+    assert any(reason in said for said in choice.refused["triton"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"bits": 5}, "codes have 5 words for 32 values; accepted is 3, 4 or 8"),
+        (
+            {"places": {1: ((12288, 3, 65), "uint32")}},
+            "codes have 65 units of 32 values a row; 2048 inputs need 64",
+        ),
+        (
+            {"places": {2: ((12288, 15), "bfloat16")}},
+            "scale has 15 groups a row; 2048 inputs in groups of 128 need 16",
+        ),
+        ({"settings": {"group_size": 16}}, "group_size is 16; accepted is 32, 64 or 128"),
+        ({"settings": {"dtype": jnp.dtype("int8")}}, "dtype is int8; accepted is floating point"),
+        ({"places": {1: ((12288, 3, 64), "int32")}}, "codes is int32; accepted is uint32"),
+        ({"places": {2: ((12, 16), "bfloat16")}}, "scale is [O J] = [12, 16], but O is 12288"),
+        ({"places": {3: ((12288, 8), "bfloat16")}}, "zero is [O J] = [12288, 8], but J is 16"),
+    ],
+)
+def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
+    choice = choose(**changes)
+    assert choice.chosen is None
+    for said in choice.refused.values():
+        assert any(reason in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"), [(1, FewRows), (4, FewRows), (5, SomeRows), (64, SomeRows), (65, ManyRows)]
+)
+def test_rows_decide_the_kernel(rows, kind):
+    assert isinstance(heuristic(132, rows, 12288, 64, 4), kind)
