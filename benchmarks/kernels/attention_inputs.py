@@ -64,12 +64,12 @@ def arguments(spec: Spec) -> list[Any]:
 
 
 def turned(spec: Spec, x: np.ndarray, weight: Any, tables: list[np.ndarray]) -> np.ndarray:
-    """Norm and rotation of heads [B, T, n, H] in float64, each rounded to their dtype."""
+    """Norm and rotation of heads [B, T, n, H] in float64."""
     wide = x.astype(np.float64)
     if weight is not None:
         scale = np.asarray(weight).astype(np.float64) + (spec.norm == "zero-centred")
         wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + spec.settings()["eps"])
-        wide = (wide * scale).astype(x.dtype).astype(np.float64)
+        wide *= scale
     half = spec.rotated // 2
     cos, sin = (table[:, :, None].astype(np.float64) for table in tables)
     first, second = wide[..., :half].copy(), wide[..., half : 2 * half].copy()
