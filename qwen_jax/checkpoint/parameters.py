@@ -26,7 +26,7 @@ MODEL_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np
 
 
 def abstract_parameters(
-    config: QwenConfig, dtype: str | None = None
+    config: QwenConfig, dtype: str | None = None, *, mtp_layers: int = 0
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Lists the parameter tree without allocating it.
 
@@ -34,9 +34,10 @@ def abstract_parameters(
         config: the model.
         dtype: "bfloat16" or "float32"; None means the configuration's. A_log, dt_bias and the
             gated norm of linear attention are float32 whatever it is.
+        mtp_layers: layers of the multi-token prediction head; 0 leaves the head out.
 
     Returns:
-        Shape and dtype by tree path.
+        Shape and dtype by tree path. `quant.abstract.in_codes` puts codes in their place.
 
     Raises:
         CheckpointError: another dtype.
@@ -51,7 +52,7 @@ def abstract_parameters(
         path: jax.ShapeDtypeStruct(
             tensor.shape, np.dtype(np.float32) if tensor.float32 else MODEL_DTYPES[name]
         )
-        for path, tensor in tree_tensors(config).items()
+        for path, tensor in tree_tensors(config, mtp_layers).items()
     }
 
 

@@ -2,8 +2,10 @@
 
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 
+from .abstract import abstract_qtensor
 from .recipe import RECIPES, Method, Recipe, Rule, WeightFormat
 from .scheme import Scheme, TensorScheme
+from .size import Size, TensorSize, by_part, scheme_of, tensor_sizes
 
 __all__ = [
     "RECIPES",
@@ -12,6 +14,12 @@ __all__ = [
     "Recipe",
     "Rule",
     "Scheme",
+    "Size",
     "TensorScheme",
+    "TensorSize",
     "WeightFormat",
+    "abstract_qtensor",
+    "by_part",
+    "scheme_of",
+    "tensor_sizes",
 ]

@@ -44,6 +44,9 @@ class Scheme:
     recipe: str = ""
     tensors: Mapping[str, TensorScheme] = dataclasses.field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash((self.recipe, frozenset(self.tensors.items())))
+
     @property
     def bits(self) -> int:
         """The fewest bits of any matrix; 16 where none is in codes."""
