@@ -221,10 +221,10 @@ def _with_gradient_of(reference: Callable[..., Any], run: Callable[..., Any]) ->
 
 
 def _as_array(value: Any) -> Any:
-    """A JAX array, or a tuple of them with names; None stays."""
+    """A JAX array, or a tuple of them with names, or a dataclass of them; None stays."""
     if value is None:
         return None
-    if hasattr(value, "_fields"):
+    if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
         return jax.tree.map(jnp.asarray, value)
     return value if isinstance(value, tuple) else jnp.asarray(value)
 
@@ -243,4 +243,6 @@ def _described(array: Any) -> str:
         return f"{array.dtype}{list(array.shape)}"
     if isinstance(array, tuple):
         return f"({', '.join(map(_described, array))})"
+    if dataclasses.is_dataclass(array):
+        return f"{type(array).__name__}({', '.join(map(_described, jax.tree.leaves(array)))})"
     return repr(array)

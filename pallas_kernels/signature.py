@@ -32,12 +32,14 @@ class Parameter:
         letters: its dimensions; equal letters are equal sizes. "..." in front is any number.
         kind: jaxtyping's class of its dtype.
         optional: whether it may be None.
+        others: classes whose objects, of a shape but no dtype, may stand for the array.
     """
 
     name: str
     letters: tuple[str, ...]
     kind: Any
     optional: bool
+    others: tuple[type, ...] = ()
 
 
 @functools.cache
@@ -53,7 +55,9 @@ def parameters(function: Callable[..., Any]) -> tuple[Parameter | None, ...]:
             found.append(None)
             continue
         letters = tuple(arrays[0].dim_str.split())
-        found.append(Parameter(name, letters, arrays[0].dtype, type(None) in options))
+        others = tuple(o for o in options if o not in arrays and o is not type(None))
+        optional = type(None) in options
+        found.append(Parameter(name, letters, arrays[0].dtype, optional, others))
     return tuple(found)
 
 
@@ -76,11 +80,12 @@ def contradictions(function: Callable[..., Any], arrays: Sequence[Any]) -> list[
 def _mistakes(parameter: Parameter, array: Any) -> list[str]:
     """What is wrong with one array alone."""
     name, letters = parameter.name, parameter.letters
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        return [f"{name} is {array!r}; accepted is an array {_shown(letters)}"]
-    accepted, is_kind = _KINDS[parameter.kind]
-    if not is_kind(array.dtype):
-        return [f"{name} is {array.dtype}; accepted is {accepted}"]
+    if not isinstance(array, parameter.others):
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            return [f"{name} is {array!r}; accepted is an array {_shown(letters)}"]
+        accepted, is_kind = _KINDS[parameter.kind]
+        if not is_kind(array.dtype):
+            return [f"{name} is {array.dtype}; accepted is {accepted}"]
     least = len(letters) - ("..." in letters)
     if len(array.shape) < least or (least == len(letters) < len(array.shape)):
         return [f"{name} has shape {list(array.shape)}; accepted is {_shown(letters)}"]

@@ -91,15 +91,16 @@ def unpack(codes: Any, inputs: int) -> Any:
         raise ValueError(
             f"codes hold {units} units of {UNIT} values; {inputs} values need {unit_count(inputs)}"
         )
-    values = []
-    for value in range(UNIT):
-        code = xp.zeros((*codes.shape[:-2], units), xp.uint32)
-        for word, start, first, count in _pieces(bits, value):
-            piece = (codes[..., word, :] >> xp.uint32(start)) & xp.uint32(2**count - 1)
-            code = code | (piece << xp.uint32(first))
-        values.append(code.astype(xp.uint8))
-    flat = xp.stack(values, axis=-1).reshape(*codes.shape[:-2], units * UNIT)
-    return flat[..., :inputs]
+    words = xp.swapaxes(codes, -1, -2)[..., None]
+    fields = 32 // bits
+    values = _fields(words, xp.arange(fields, dtype=xp.uint32) * xp.uint32(bits), 2**bits - 1)
+    values = values.reshape(*words.shape[:-2], bits * fields)
+    if bits == 3:
+        top = _fields(words, xp.arange(30, 32, dtype=xp.uint32), 1)
+        top = [top[..., word, :] << xp.uint32(word) for word in range(3)]
+        values = xp.concatenate([values, top[0] | top[1] | top[2]], axis=-1)
+    values = values.astype(xp.uint8)
+    return values.reshape(*codes.shape[:-2], units * UNIT)[..., :inputs]
 
 
 def dequantise(
@@ -131,6 +132,11 @@ def group_count(inputs: int, group_size: int) -> int:
 def _of_inputs(x: Array, inputs: int, group_size: int) -> Array:
     """A number a group as one a value."""
     return jnp.repeat(x.astype(jnp.float32), group_size, axis=-1)[..., :inputs]
+
+
+def _fields(words: Any, first: Any, mask: int) -> Any:
+    """Fields of words [... 1] that begin at some bits [F]: [... F]."""
+    return (words >> first.reshape((1,) * (words.ndim - 1) + first.shape)) & first.dtype.type(mask)
 
 
 def _pieces(bits: int, value: int) -> list[tuple[int, int, int, int]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt
 
-from .layout import dequantise
+from .layout import BITS, GROUP_SIZES, dequantise, group_count, unit_count
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +56,32 @@ class QTensor:
         """Bytes of all arrays."""
         leaves = jax.tree.leaves(self)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    def __getitem__(self, index: Any) -> QTensor:
+        """Some matrices of a stack, or all of it for `...`."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def contradictions(self) -> list[str]:
+        """Where shapes and dtypes of the arrays do not fit one another; empty if they do."""
+        *outer, bits, _ = self.codes.shape
+        if bits not in BITS or self.group_size not in GROUP_SIZES:
+            return [
+                f"codes have {bits} words for 32 values in groups of {self.group_size}; accepted "
+                f"are {BITS} and {GROUP_SIZES}"
+            ]
+        groups = (*outer, group_count(self.inputs, self.group_size))
+        expected = {
+            "codes": (self.codes, (*outer, bits, unit_count(self.inputs)), jnp.uint32),
+            "scale": (self.scale, groups, jnp.floating),
+            "zero": (self.zero, groups, jnp.floating),
+            "input_scale": (self.input_scale, (*outer[:-1], self.inputs), jnp.floating),
+        }
+        return [
+            f"{name} is {leaf.dtype}{list(leaf.shape)}; {self.inputs} inputs in groups of "
+            f"{self.group_size} need {dtype.__name__}{list(shape)}"
+            for name, (leaf, shape, dtype) in expected.items()
+            if leaf is not None and (leaf.shape != shape or not jnp.issubdtype(leaf.dtype, dtype))
+        ]
 
     def dequantise(self, dtype: DTypeLike) -> Float[Array, "*S O I"]:
         """The numbers that it stands for, computed in float32 and rounded once."""

@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, UInt
 from .._compat import Target
 from .layout import BITS, GROUP_SIZES, UNIT, dequantise, group_count, unit_count
 
+# The head of a large vocabulary would be gigabytes.
+_VALUES_AT_ONCE = 1 << 26
+
 
 def dequant_matmul(
     x: Float[Array, "... I"],
@@ -22,11 +25,23 @@ def dequant_matmul(
     dtype: Any,
 ) -> Float[Array, "... O"]:
     """See `api.dequant_matmul`."""
-    weight = dequantise(codes, scale, zero, x.shape[-1], group_size)
-    product = jnp.einsum(
-        "...i,oi->...o", x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST
+    wide = x.astype(jnp.float32)
+
+    def product(part: tuple[Array, Array, Array | None]) -> Float[Array, "... O"]:
+        weight = dequantise(*part, x.shape[-1], group_size)
+        return jnp.einsum("...i,oi->...o", wide, weight, precision=jax.lax.Precision.HIGHEST)
+
+    parts = codes, scale, zero
+    at_once = max(1, _VALUES_AT_ONCE // x.shape[-1])
+    if codes.shape[0] <= at_once:
+        return product(parts).astype(dtype)
+    # One output of a part is a matrix of one row.
+    rows = jax.lax.map(
+        lambda part: product(jax.tree.map(lambda leaf: leaf[None], part))[..., 0].astype(dtype),
+        parts,
+        batch_size=at_once,
     )
-    return product.astype(dtype)
+    return jnp.moveaxis(rows, 0, -1)
 
 
 def refusals(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from ..dequant_matmul.qtensor import QTensor
 from ..dispatch import REFERENCE, Implementation, Operation
 from . import reference
 
@@ -17,8 +18,8 @@ def expert_dispatch(
     x: Float[Array, "M D"],
     ids: Int[Array, "M A"],
     weights: Float[Array, "M A"],
-    gate_up_proj: Float[Array, "E F2 D"],
-    down_proj: Float[Array, "E D F"],
+    gate_up_proj: Float[Array, "E F2 D"] | QTensor,
+    down_proj: Float[Array, "E D F"] | QTensor,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "M D"]:
@@ -32,8 +33,9 @@ def expert_dispatch(
         ids: chosen experts. An id outside 0..E-1 marks an empty slot, which adds nothing and costs
             no tile.
         weights: float32 weight of each slot, applied to the expert's output.
-        gate_up_proj: gate rows 0..F-1, then up rows F..2F-1, of each expert.
-        down_proj: down projection of each expert.
+        gate_up_proj: gate rows 0..F-1, then up rows F..2F-1, of each expert; an array, or a stack
+            in codes.
+        down_proj: down projection of each expert, likewise.
         implementation: "reference", or None for the first that takes the call.
 
     Returns:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._compat import Target
+from ..dequant_matmul.qtensor import QTensor
 
 GATHER_TOKENS = 64
 GATHER_SLOTS_AT_ONCE = 64
@@ -24,8 +25,8 @@ def expert_dispatch(
     x: Float[Array, "M D"],
     ids: Int[Array, "M A"],
     weights: Float[Array, "M A"],
-    gate_up_proj: Float[Array, "E F2 D"],
-    down_proj: Float[Array, "E D F"],
+    gate_up_proj: Float[Array, "E F2 D"] | QTensor,
+    down_proj: Float[Array, "E D F"] | QTensor,
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`."""
     few = x.shape[0] <= GATHER_TOKENS
@@ -38,11 +39,18 @@ def refusals(
 ) -> list[str]:
     """What gives a call no meaning; see `dispatch.Implementation`."""
     rows, width = gate_up_proj.shape[1], down_proj.shape[2]
-    if rows == 2 * width:
-        return []
-    return [
-        f"gate_up_proj has {rows} rows an expert; down_proj takes {width}, which needs {2 * width}"
+    reasons = [
+        f"{name}: {reason}"
+        for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj))
+        if isinstance(weight, QTensor)
+        for reason in weight.contradictions()
     ]
+    if rows != 2 * width:
+        reasons.append(
+            f"gate_up_proj has {rows} rows an expert; down_proj takes {width}, which needs "
+            f"{2 * width}"
+        )
+    return reasons
 
 
 def _gather_experts(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M D"]:
@@ -53,9 +61,12 @@ def _gather_experts(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
         x, ids, weights = args
         used = (ids >= 0) & (ids < experts)
         chosen = jnp.where(used, ids, 0)
-        gate_up = jnp.einsum("d,afd->af", x, gate_up_proj[chosen])
+        gate_up = jnp.einsum("d,afd->af", x, _some(gate_up_proj, chosen, x))
         down = jnp.einsum(
-            "af,adf->ad", _gated(gate_up), down_proj[chosen], preferred_element_type=jnp.float32
+            "af,adf->ad",
+            _gated(gate_up),
+            _some(down_proj, chosen, x),
+            preferred_element_type=jnp.float32,
         )
         return jnp.sum(jnp.where(used[:, None], down * weights[:, None], 0.0), axis=0)
 
@@ -93,9 +104,12 @@ def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
     def work(total: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, None]:
         expert, token, strength = inputs
         rows = x.at[token].get(mode="fill", fill_value=0)
-        gate_up = jnp.einsum("md,fd->mf", rows, gate_up_proj[expert])
+        gate_up = jnp.einsum("md,fd->mf", rows, _some(gate_up_proj, expert, x))
         down = jnp.einsum(
-            "mf,df->md", _gated(gate_up), down_proj[expert], preferred_element_type=jnp.float32
+            "mf,df->md",
+            _gated(gate_up),
+            _some(down_proj, expert, x),
+            preferred_element_type=jnp.float32,
         )
         return total.at[token].add(down * strength[:, None], mode="drop"), None
 
@@ -105,6 +119,14 @@ def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
     zeros = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) * 0.0
     total, _ = jax.lax.scan(work, zeros, (expert, token, strength))
     return total
+
+
+def _some(
+    weight: Float[Array, "E O I"] | QTensor, index: Int[Array, "..."], x: Float[Array, "..."]
+) -> Float[Array, "... O I"]:
+    """The matrices of some experts; codes of those alone become numbers, of x's dtype."""
+    chosen = weight[index]
+    return chosen.dequantise(x.dtype) if isinstance(chosen, QTensor) else chosen
 
 
 def _gated(gate_up: Float[Array, "... F2"]) -> Float[Array, "... F"]:

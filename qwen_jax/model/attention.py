@@ -30,11 +30,14 @@ class Attention(nnx.Module):
 
         width, dtype = config.hidden_size, config.dtype
         query_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        bias = config.qkv_bias
-        self.q_proj = Linear(width, query_dim * (2 if self.gated else 1), dtype, bias=bias)
-        self.k_proj = Linear(width, kv_dim, dtype, bias=bias)
-        self.v_proj = Linear(width, kv_dim, dtype, bias=bias)
-        self.o_proj = Linear(query_dim, width, dtype, bias=config.attention_bias)
+        run = config.implementation
+        into: dict[str, Any] = {"bias": config.qkv_bias, "implementation": run}
+        self.q_proj = Linear(width, query_dim * (2 if self.gated else 1), dtype, **into)
+        self.k_proj = Linear(width, kv_dim, dtype, **into)
+        self.v_proj = Linear(width, kv_dim, dtype, **into)
+        self.o_proj = Linear(
+            query_dim, width, dtype, bias=config.attention_bias, implementation=run
+        )
         self.q_norm = self._head_norm(config)
         self.k_norm = self._head_norm(config)
 

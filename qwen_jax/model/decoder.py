@@ -17,7 +17,7 @@ from ..pytree import pytree
 from .attention import Attention
 from .chunk import Chunk
 from .delta_net import GatedDeltaNet
-from .layers import MLP, Embedding, Linear, RMSNorm
+from .layers import MLP, Embedding, Linear, RMSNorm, project
 from .moe import SparseMoE
 from .rope import rotary
 from .routing import Capture, RouterContext, Routing
@@ -50,7 +50,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = SparseMoE(config, layer)
         else:
             hidden = config.width("intermediate_size", layer)
-            self.mlp = MLP(width, hidden, dtype)
+            self.mlp = MLP(width, hidden, dtype, implementation=config.implementation)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache | None, chunk: Chunk
@@ -108,8 +108,9 @@ class CausalLM(nnx.Module):
             zero_centred=config.zero_centred_norm,
             implementation=config.implementation,
         )
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(width, config.vocab_size, config.dtype)
+        tied, run = config.tie_word_embeddings, config.implementation
+        head = (width, config.vocab_size, config.dtype)
+        self.lm_head = None if tied else Linear(*head, implementation=run)
 
     def __call__(
         self,
@@ -161,9 +162,12 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """The head on final hidden states; float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        weight = head.weight[...]
-        return jnp.einsum(
-            "...d,vd->...v", hidden.astype(weight.dtype), weight, preferred_element_type=jnp.float32
+        return project(
+            hidden,
+            head.weight[...],
+            dtype=self.config.dtype,
+            result="float32",
+            implementation=self.config.implementation,
         )
 
 

@@ -23,13 +23,13 @@ class GatedDeltaNet(nnx.Module):
     """Project, run the gated delta rule over the new tokens, norm under a gate, project."""
 
     def __init__(self, config: QwenConfig):
-        width, dtype = config.hidden_size, config.dtype
+        width, dtype, run = config.hidden_size, config.dtype, config.implementation
         heads = config.linear_num_value_heads
         self.config = config
-        self.in_proj_qkv = Linear(width, config.conv_dim, dtype)
-        self.in_proj_z = Linear(width, config.value_dim, dtype)
-        self.in_proj_b = Linear(width, heads, dtype)
-        self.in_proj_a = Linear(width, heads, dtype)
+        self.in_proj_qkv = Linear(width, config.conv_dim, dtype, implementation=run)
+        self.in_proj_z = Linear(width, config.value_dim, dtype, implementation=run)
+        self.in_proj_b = Linear(width, heads, dtype, implementation=run)
+        self.in_proj_a = Linear(width, heads, dtype, implementation=run)
         self.conv1d = ShortConvolution(config.conv_dim, config.linear_conv_kernel_dim, dtype)
         self.A_log = parameter((heads,), "float32")
         self.dt_bias = parameter((heads,), "float32")
@@ -38,7 +38,7 @@ class GatedDeltaNet(nnx.Module):
             eps=config.rms_norm_eps,
             implementation=config.implementation,
         )
-        self.out_proj = Linear(config.value_dim, width, dtype)
+        self.out_proj = Linear(config.value_dim, width, dtype, implementation=run)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: RecurrentState | None, chunk: Chunk

@@ -8,30 +8,41 @@ from flax import nnx
 from jaxtyping import Array
 
 from ..config import QwenConfig
+from ..quant import Recipe, Scheme, abstract_qtensor, scheme_of
+from ..quant.random import random_qtensor
 from .decoder import CausalLM
 
 
-def initialise(config: QwenConfig, key: Array) -> CausalLM:
+def initialise(config: QwenConfig, key: Array, recipe: Recipe | None = None) -> CausalLM:
     """A model with random weights.
 
     Matrices are normal with variance 1 / inputs, and routing is spread about evenly. As in a
     trained model, each layer changes the residual stream a little: embeddings have variance 1
     (unless they are the head too), and the projections back into the stream are scaled by 1 /
-    sqrt(2 * layers) (GPT-2's rule). Norms are neutral; decays reach from slow to fast. Peak memory
-    is the model and one tensor.
+    sqrt(2 * layers) (GPT-2's rule). Norms are neutral; decays reach from slow to fast. Codes are
+    uniform, of the same variance. Peak memory is the model and one tensor.
 
     Args:
         config: shape and dtype.
         key: from `jax.random.key`.
+        recipe: which matrices are in codes; none if None.
+
+    Raises:
+        RequestError: the recipe does not fit the model.
     """
     model = CausalLM(config)
     state = nnx.state(model)
-    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
-        name = ".".join(str(part) for part in path)
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    scheme = Scheme() if recipe is None else scheme_of(shapes, recipe)
+    for number, (name, leaf) in enumerate(leaves.items()):
         kind, scale = _kind(name, leaf.shape, config)
-        leaf.set_value(
-            _random(kind, leaf.shape, leaf.dtype, scale, jax.random.fold_in(key, number))
-        )
+        ours = jax.random.fold_in(key, number)
+        if name in scheme.tensors:
+            like = abstract_qtensor(leaf.shape, scheme.tensors[name])
+            leaf.set_value(random_qtensor(like, scale, ours))
+        else:
+            leaf.set_value(_random(kind, leaf.shape, leaf.dtype, scale, ours))
     nnx.update(model, state)
     return model
 

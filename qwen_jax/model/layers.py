@@ -1,17 +1,23 @@
 """The small layers: linear, embedding, the three norms, and the dense gated MLP.
 
 A fresh module holds shapes only (`jax.ShapeDtypeStruct`), so a model of any size is built without
-memory. `initialise` fills it with random weights, `qwen_jax.load` with trained ones.
+memory. `initialise` fills it with random weights, `qwen_jax.load` with trained ones. A matrix may
+be a `QTensor` in place of an array: layers go by what they find.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Real
 
+from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+
+from ..quant import QTensor
 
 
 def parameter(shape: tuple[int, ...], dtype: str) -> nnx.Param:
@@ -19,21 +25,62 @@ def parameter(shape: tuple[int, ...], dtype: str) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
-class Linear(nnx.Module):
-    """y = x W^T + b in the weight's dtype; the weight is [out, in] as in the checkpoints.
+def project(
+    x: Float[Array, "... i"],
+    weight: Float[Array, "o i"] | QTensor,
+    *,
+    dtype: DTypeLike,
+    result: DTypeLike | None = None,
+    implementation: str | None,
+) -> Float[Array, "... o"]:
+    """The product x W^T, summed in float32 and rounded once.
 
-    Summed in float32: asked for bfloat16, XLA rounds each product of a matrix and one vector.
+    Asked for bfloat16, XLA rounds each product of a matrix and one vector.
+
+    Args:
+        x: rows.
+        weight: matrix.
+        dtype: of x on its way into a product with codes; an array has it as its own dtype.
+        result: dtype of the result; that of the rows in the product if None.
+        implementation: of the product with codes.
     """
+    if isinstance(weight, QTensor):
+        if weight.input_scale is not None:
+            scale = weight.input_scale.astype(jnp.float32)
+            x = x.astype(jnp.float32) * jnp.broadcast_to(scale, x.shape)
+        return dequant_matmul(
+            x.astype(dtype),
+            weight.codes,
+            weight.scale,
+            weight.zero,
+            group_size=weight.group_size,
+            dtype=result,
+            implementation=implementation,
+        )
+    x = x.astype(weight.dtype)
+    y = jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
+    return y.astype(result or weight.dtype)
 
-    def __init__(self, inputs: int, outputs: int, dtype: str, *, bias: bool = False):
+
+class Linear(nnx.Module):
+    """y = x W^T + b in the model's dtype; the weight is [out, in] as in the checkpoints."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        dtype: str,
+        *,
+        bias: bool = False,
+        implementation: str | None = None,
+    ):
         self.weight = parameter((outputs, inputs), dtype)
         self.bias = parameter((outputs,), dtype) if bias else None
+        self.dtype = dtype
+        self.implementation = implementation
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        weight = self.weight[...]
-        x = x.astype(weight.dtype)
-        y = jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
-        y = y.astype(weight.dtype)
+        y = project(x, self.weight[...], dtype=self.dtype, implementation=self.implementation)
         if self.bias is None:
             return y
         return y + jnp.broadcast_to(self.bias[...], y.shape)
@@ -42,16 +89,29 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """One row of the table a token, in float32 as the residual stream wants it.
 
-    An id outside the table gives NaN, never another token's row.
+    An id outside the table gives NaN, never another token's row. Of a table in codes, the rows of
+    the tokens alone become numbers.
     """
 
     def __init__(self, rows: int, width: int, dtype: str):
         self.weight = parameter((rows, width), dtype)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        rows = self.weight[...].at[tokens]
-        chosen = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        return chosen.astype(jnp.float32)
+        table = self.weight[...]
+        if not isinstance(table, QTensor):
+            return _rows(table, tokens).astype(jnp.float32)
+        parts = dataclasses.replace(table, input_scale=None)
+        chosen = jax.tree.map(lambda leaf: _rows(leaf, tokens), parts)
+        rows = chosen.dequantise(jnp.float32)
+        if table.input_scale is None:
+            return rows
+        return rows * jnp.broadcast_to(table.input_scale.astype(jnp.float32), rows.shape)
+
+
+def _rows(table: Real[Array, "V *d"], tokens: Int[Array, "B T"]) -> Real[Array, "B T *d"]:
+    """Rows of an array; NaN, or 0 for integers, where there is none."""
+    fill = jnp.nan if jnp.issubdtype(table.dtype, jnp.floating) else 0
+    return table.at[tokens].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
 
 class RMSNorm(nnx.Module):
@@ -118,10 +178,10 @@ class GatedRMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, hidden: int, dtype: str):
-        self.gate_proj = Linear(width, hidden, dtype)
-        self.up_proj = Linear(width, hidden, dtype)
-        self.down_proj = Linear(hidden, width, dtype)
+    def __init__(self, width: int, hidden: int, dtype: str, *, implementation: str | None = None):
+        self.gate_proj = Linear(width, hidden, dtype, implementation=implementation)
+        self.up_proj = Linear(width, hidden, dtype, implementation=implementation)
+        self.down_proj = Linear(hidden, width, dtype, implementation=implementation)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -13,23 +13,23 @@ from .routing import RouterContext, Routing, TopKRouter, without_padding
 
 
 class Experts(nnx.Module):
-    """The weights of all experts of a layer, stacked."""
+    """The weights of all experts of a layer, stacked; arrays, or in codes."""
 
     def __init__(
         self, experts: int, width: int, hidden: int, dtype: str, *, implementation: str | None
     ):
+        self.dtype = dtype
         self.implementation = implementation
         self.gate_up_proj = parameter((experts, 2 * hidden, width), dtype)
         self.down_proj = parameter((experts, width, hidden), dtype)
 
     def __call__(self, x: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
         tokens, slots = x.shape[0] * x.shape[1], routing.ids.shape[-1]
-        gate_up_proj = self.gate_up_proj[...]
         mixed = expert_dispatch(
-            x.reshape(tokens, -1).astype(gate_up_proj.dtype),
+            x.reshape(tokens, -1).astype(self.dtype),
             routing.ids.reshape(tokens, slots),
             routing.weights.reshape(tokens, slots),
-            gate_up_proj,
+            self.gate_up_proj[...],
             self.down_proj[...],
             implementation=self.implementation,
         )
@@ -43,7 +43,7 @@ class SparseMoE(nnx.Module):
     """
 
     def __init__(self, config: QwenConfig, layer: int):
-        width, dtype = config.hidden_size, config.dtype
+        width, dtype, run = config.hidden_size, config.dtype, config.implementation
         shared = config.width("shared_expert_intermediate_size", layer)
         self.gate = TopKRouter(
             width,
@@ -53,11 +53,9 @@ class SparseMoE(nnx.Module):
             renormalise=config.norm_topk_prob,
         )
         hidden = config.width("moe_intermediate_size", layer)
-        self.experts = Experts(
-            config.num_experts, width, hidden, dtype, implementation=config.implementation
-        )
-        self.shared_expert = MLP(width, shared, dtype) if shared else None
-        self.shared_expert_gate = Linear(width, 1, dtype) if shared else None
+        self.experts = Experts(config.num_experts, width, hidden, dtype, implementation=run)
+        self.shared_expert = MLP(width, shared, dtype, implementation=run) if shared else None
+        self.shared_expert_gate = Linear(width, 1, dtype, implementation=run) if shared else None
 
     def __call__(
         self, x: Float[Array, "B T D"], context: RouterContext

@@ -1,0 +1,219 @@
+"""A model in codes against the same model with the numbers that its codes stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels.dequant_matmul.layout import unpack
+from qwen_jax import CausalLM, QwenConfig, init_cache
+from qwen_jax.decode import decode_step, prefill
+from qwen_jax.errors import RequestError
+from qwen_jax.model import FlatModel, initialise
+from qwen_jax.quant import QTensor, Recipe, Rule, WeightFormat
+
+pytestmark = pytest.mark.usefixtures("fast_compile_all")
+
+# Sizes that are multiples neither of a unit nor of a group.
+CONFIG = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 61,
+    "hidden_size": 72,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 33,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "dtype": "float32",
+}
+MIXED = Recipe(
+    "mixed",
+    (
+        Rule("*.experts.gate_up_proj", WeightFormat(3, 64)),
+        Rule("*.experts.down_proj", WeightFormat(4, 32, symmetric=False)),
+        Rule("*.self_attn.?_proj.weight", WeightFormat(3, 32, symmetric=False)),
+        Rule("*.linear_attn.*_proj*.weight", WeightFormat(4, 32)),
+        Rule("*.shared_expert.*_proj.weight", WeightFormat(8, 32)),
+        Rule("*.mlp.*_proj.weight", WeightFormat(3, 32)),
+        Rule("lm_head.weight", WeightFormat(8, 64, symmetric=False)),
+        Rule("embed_tokens.weight", WeightFormat(4, 64)),
+    ),
+)
+
+
+def coded(config: QwenConfig, recipe: Recipe = MIXED) -> CausalLM:
+    """A random model in codes, of which no two scales are alike."""
+    model = initialise(config, jax.random.key(1), recipe)
+    random = np.random.default_rng(2)
+
+    def varied(leaf, low, high):
+        if leaf is None:
+            return None
+        factor = random.uniform(low, high, leaf.shape).astype(np.float32)
+        return (leaf.astype(jnp.float32) * factor).astype(leaf.dtype)
+
+    state = nnx.state(model)
+    for path, variable in nnx.to_flat_state(state):
+        value = variable.get_value()
+        if isinstance(value, QTensor):
+            columns = (*value.shape[:-2], value.inputs)
+            factor = jnp.asarray(random.uniform(0.5, 2, columns), jnp.float32)
+            variable.set_value(
+                dataclasses.replace(
+                    value,
+                    scale=varied(value.scale, 0.5, 1.5),
+                    zero=varied(value.zero, 0.7, 1.3),
+                    input_scale=factor if path[-1] != "gate_up_proj" else None,
+                )
+            )
+    nnx.update(model, state)
+    return model
+
+
+def numbers(q: QTensor) -> np.ndarray:
+    """What codes stand for, from the format's definition, in float64."""
+    codes = unpack(np.asarray(q.codes), q.inputs).astype(np.float64)
+    group = np.arange(q.inputs) // q.group_size
+    centre = {3: 3.5, 4: 7.5, 8: 128.0}[q.bits]
+    zero = centre if q.zero is None else np.asarray(q.zero, np.float64)[..., group]
+    wide = np.asarray(q.scale, np.float64)[..., group] * (codes - zero)
+    return wide if q.input_scale is None else wide * np.asarray(q.input_scale)[..., None, :]
+
+
+def plain(model: CausalLM) -> CausalLM:
+    """The same model with arrays in place of codes, in float32."""
+    other = CausalLM(dataclasses.replace(model.config, dtype="float32"))
+    state = nnx.state(other)
+    given = dict(nnx.to_flat_state(nnx.state(model)))
+    for path, variable in nnx.to_flat_state(state):
+        value = given[path].get_value()
+        wide = numbers(value) if isinstance(value, QTensor) else value
+        variable.set_value(jnp.asarray(wide, jnp.float32))
+    nnx.update(other, state)
+    return other
+
+
+PREFILL, STEP = jax.jit(prefill), jax.jit(decode_step)
+
+
+def run(model: CausalLM, tokens: np.ndarray) -> np.ndarray:
+    """Logits of a prompt in two chunks, of which the first sorts by expert, and of two steps."""
+    cache = init_cache(model.config, 2, 128)
+    logits = []
+    for part in (tokens[:, :70], tokens[:, 70:75]):
+        lengths = jnp.full((2,), part.shape[1], jnp.int32)
+        output, cache = PREFILL(model, cache, jnp.asarray(part), lengths)
+        logits.append(output.logits)
+    for column in tokens[:, 75:77].T:
+        output, cache = STEP(model, cache, jnp.asarray(column))
+        logits.append(output.logits)
+    return np.stack([np.asarray(each) for each in logits])
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 61, (2, 77)).astype(np.int32)
+
+
+@pytest.mark.parametrize("variant", ["hybrid", "tied and dense with biases"])
+def test_logits_are_those_of_the_numbers(variant, tokens):
+    config = QwenConfig.from_hf(CONFIG)
+    if variant != "hybrid":
+        config = QwenConfig.from_hf(
+            {
+                "model_type": "qwen2",
+                "vocab_size": 61,
+                "hidden_size": 72,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 512,
+                "tie_word_embeddings": True,
+                "rope_theta": 10000.0,
+                "dtype": "float32",
+            }
+        )
+    model = coded(config)
+    kinds = [type(v.get_value()) for _, v in nnx.to_flat_state(nnx.state(model))]
+    assert kinds.count(QTensor) > 10
+
+    actual, wanted = run(model, tokens), run(plain(model), tokens)
+
+    assert np.isfinite(wanted).all()
+    assert np.abs(actual - wanted).max() < 1e-4 * wanted.std()
+
+
+def test_without_a_cache_and_in_bfloat16(tokens):
+    config = dataclasses.replace(QwenConfig.from_hf(CONFIG), dtype="bfloat16")
+    model = coded(config)
+    output = model(tokens[:, :9], capture="none")
+    assert output.logits.dtype == jnp.float32
+    narrow = np.asarray(output.logits)
+
+    wide = np.asarray(plain(model)(tokens[:, :9], capture="none").logits)
+
+    cosine = (narrow * wide).sum() / np.sqrt((narrow**2).sum() * (wide**2).sum())
+    assert cosine > 0.99
+
+
+def test_an_id_outside_the_table_is_nan():
+    model = coded(QwenConfig.from_hf(CONFIG))
+    rows = model.embed_tokens(jnp.asarray([[3, 61, -1]], jnp.int32))
+    assert np.isfinite(np.asarray(rows[0, 0])).all()
+    assert np.isnan(np.asarray(rows[0, 1:])).all()
+
+
+def test_the_table_is_never_numbers_as_a_whole():
+    """The step's memory beside its arguments is less than a table of numbers would take."""
+    config = dataclasses.replace(QwenConfig.from_hf(CONFIG), vocab_size=100_000)
+    model = jax.eval_shape(
+        lambda key: FlatModel.of(initialise(config, key, MIXED)), jax.random.key(0)
+    )
+    embed = lambda flat, ids: jax.tree.unflatten(flat.structure.tree, flat.leaves).embed_tokens(ids)  # noqa: E731
+    memory = jax.jit(embed).lower(model, jax.ShapeDtypeStruct((1, 8), jnp.int32)).compile()
+    assert memory.memory_analysis().temp_size_in_bytes < 100_000 * 72
+
+
+def test_random_codes_have_the_variance_of_random_numbers():
+    config = QwenConfig.from_hf(CONFIG)
+    for path, variable in nnx.to_flat_state(
+        nnx.state(initialise(config, jax.random.key(3), MIXED))
+    ):
+        value = variable.get_value()
+        if not isinstance(value, QTensor):
+            continue
+        name = ".".join(map(str, path))
+        back = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"))
+        wanted = (
+            1.0 if name == "embed_tokens.weight" else (value.inputs * (4 if back else 1)) ** -0.5
+        )
+        assert numbers(value).std() == pytest.approx(wanted, rel=0.05), name
+        # The tail of the last unit is 0, as the format has it.
+        units = value.codes.shape[-1] * 32
+        assert not unpack(np.asarray(value.codes), units)[..., value.inputs :].any(), name
+
+
+def test_a_recipe_that_does_not_fit_is_refused():
+    recipe = Recipe("wide", (Rule("*.experts.*", WeightFormat(3, 128)),))
+    with pytest.raises(RequestError, match="fewer than a group of 128"):
+        initialise(QwenConfig.from_hf(CONFIG), jax.random.key(0), recipe)
