@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.dequant_matmul.layout import group_count, unit_count
 from pallas_kernels.dequant_matmul.qtensor import QTensor
@@ -30,7 +32,7 @@ def abstract_qtensor(shape: tuple[int, ...], scheme: TensorScheme) -> QTensor:
     *outputs, inputs = shape
     form = scheme.format
 
-    def part(dtype: jax.typing.DTypeLike, *last: int, of: list[int] = outputs):
+    def part(dtype: DTypeLike, *last: int, of: list[int] = outputs) -> Any:
         return jax.ShapeDtypeStruct((*of, *last), jnp.dtype(dtype))
 
     scale = part(jnp.bfloat16, group_count(inputs, form.group_size))

@@ -121,7 +121,7 @@ def by_part(tensors: Iterable[TensorSize]) -> dict[Part, Size]:
     for tensor in tensors:
         groups.setdefault(tensor.part, []).append(tensor)
     totals = {part: Size.of(members) for part, members in groups.items()}
-    return dict(sorted(totals.items(), key=lambda item: -item[1].after))
+    return {part: totals[part] for part in sorted(totals, key=lambda part: -totals[part].after)}
 
 
 def _part(path: str, scheme: Scheme) -> Part:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200, Target, lower_for_cuda
-from pallas_kernels.dequant_matmul import api, dequant_matmul, layout, triton
+from pallas_kernels.dequant_matmul import api, dequant_matmul, layout, reference, triton
 from pallas_kernels.dequant_matmul.config import FewRows, ManyRows, SomeRows, heuristic
 from pallas_kernels.dequant_matmul.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, norm_error
@@ -256,3 +256,16 @@ def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
 )
 def test_rows_decide_the_kernel(rows, kind):
     assert isinstance(heuristic(132, rows, 12288, 64, 4), kind)
+
+
+@pytest.mark.parametrize("outputs", [37, 30])
+def test_the_reference_works_through_large_matrices_in_pieces(monkeypatch, outputs):
+    monkeypatch.setattr(reference, "_VALUES_AT_ONCE", 3300)  # 11 outputs at a time
+    check(small(5, 3, 64, zero=True, outputs=outputs), "reference")
+    spec = small(5, 3, 64, outputs=8000)
+    arrays = spec.arguments()
+    compiled = jax.jit(functools.partial(reference.dequant_matmul, **spec.settings())).lower(
+        *arrays
+    )
+    held = compiled.compile().memory_analysis().temp_size_in_bytes
+    assert held < 8000 * 300 * 4 / 5
