@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
 import jax
-from flax import nnx
 from jaxtyping import Array
 
 from .cache import KVBlocks, RecurrentState, init_cache
 from .cache.cache import BLOCK_SIZE
 from .checkpoint.mapping import EMBEDDING
 from .config import QwenConfig
-from .model import CausalLM
+from .model import parameter_shapes
+from .quant import Scheme
+from .quant.abstract import in_codes, nbytes
+
+FLOATS = Scheme()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +63,19 @@ class ParameterCount:
 
 
 @functools.lru_cache(maxsize=16)
-def tensors(config: QwenConfig) -> tuple[Tensor, ...]:
-    """The parameter tree of a configuration, tensor by tensor."""
-    return tuple(_tensors(config))
+def tensors(config: QwenConfig, scheme: Scheme = FLOATS) -> tuple[Tensor, ...]:
+    """The parameter tree of a configuration, tensor by tensor, with codes as a scheme has them."""
+    return tuple(_tensors(config, scheme))
 
 
-def _tensors(config: QwenConfig) -> Iterator[Tensor]:
-    for parts, leaf in nnx.to_flat_state(nnx.state(CausalLM(config))):
-        path = ".".join(map(str, parts))
+def _tensors(config: QwenConfig, scheme: Scheme) -> Iterator[Tensor]:
+    for path, leaf in in_codes(parameter_shapes(config), scheme).items():
         share = Fraction(1)
         if ".mlp.experts." in path:
             share = Fraction(config.num_experts_per_tok, config.num_experts)
         elif path == EMBEDDING and not config.tie_word_embeddings:
             share = Fraction(0)
-        yield Tensor(path, leaf.size, leaf.size * leaf.dtype.itemsize, share)
+        yield Tensor(path, math.prod(leaf.shape), nbytes(leaf), share)
 
 
 def count_parameters(config: QwenConfig) -> ParameterCount:
@@ -83,26 +86,27 @@ def count_parameters(config: QwenConfig) -> ParameterCount:
     return ParameterCount(sum(tensor.size for tensor in tree), active, active + table)
 
 
-def weight_bytes(config: QwenConfig) -> int:
-    """Bytes of all parameters on the device, in the configuration's dtype."""
-    return sum(tensor.nbytes for tensor in tensors(config))
+def weight_bytes(config: QwenConfig, scheme: Scheme = FLOATS) -> int:
+    """Bytes of all parameters on the device, in the configuration's dtype or in codes."""
+    return sum(tensor.nbytes for tensor in tensors(config, scheme))
 
 
-def weight_bytes_per_token(config: QwenConfig) -> int:
+def weight_bytes_per_token(config: QwenConfig, scheme: Scheme = FLOATS) -> int:
     """Bytes of weights that one decode step at batch 1 reads, a row of the embedding included."""
-    tree = tensors(config)
+    tree = tensors(config, scheme)
     row = next(t.nbytes for t in tree if t.path == EMBEDDING) // config.vocab_size
     return int(sum(tensor.nbytes * tensor.active for tensor in tree)) + row
 
 
-def bytes_per_token(config: QwenConfig, context: int = 0) -> int:
+def bytes_per_token(config: QwenConfig, context: int = 0, scheme: Scheme = FLOATS) -> int:
     """Bytes that decoding one token at batch 1 moves.
 
     Weights and the keys and values of `context` tokens are read; recurrent state is read and
     written.
     """
     state = 2 * state_bytes_per_sequence(config)
-    return weight_bytes_per_token(config) + state + context * kv_bytes_per_token(config)
+    weights = weight_bytes_per_token(config, scheme)
+    return weights + state + context * kv_bytes_per_token(config)
 
 
 def flops_per_token(config: QwenConfig, context: int = 0) -> int:
@@ -167,7 +171,11 @@ def cache_bytes(
 
 
 def largest_context(
-    config: QwenConfig, memory: int, batch_size: int = 1, kv_cache_dtype: str | None = None
+    config: QwenConfig,
+    memory: int,
+    batch_size: int = 1,
+    kv_cache_dtype: str | None = None,
+    scheme: Scheme = FLOATS,
 ) -> int:
     """Most tokens, prompt and generation together, for which weights and cache fit.
 
@@ -178,6 +186,7 @@ def largest_context(
         memory: bytes.
         batch_size: sequences of this length at a time.
         kv_cache_dtype: of the cache, as in `init_cache`.
+        scheme: which weights are in codes.
 
     Returns:
         Tokens of each sequence; 0 if not even the weights and one block each fit.
@@ -185,7 +194,7 @@ def largest_context(
     one, two = (
         cache_bytes(config, batch_size, blocks * BLOCK_SIZE, kv_cache_dtype) for blocks in (1, 2)
     )
-    smallest = weight_bytes(config) + one
+    smallest = weight_bytes(config, scheme) + one
     if memory < smallest:
         return 0
     # The cache grows by the same amount with each block of every sequence.

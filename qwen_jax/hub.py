@@ -36,6 +36,7 @@ SIDE_FILES = (
     "quantize_config.json",
     "quantization_config.json",
     "quant_config.json",
+    "conversion.json",
     "LICENSE",
 )
 _CONFIG, _SINGLE = "config.json", "model.safetensors"

@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_kernels.dequant_matmul.layout import BITS
+
 from . import hub
 from .checkpoint.formats import quantisation
 from .checkpoint.parameters import abstract_parameters, load_parameters
@@ -23,6 +25,7 @@ from .decode.sampling import read_generation_config
 from .errors import CheckpointError, RequestError
 from .memory import refuse_unless_fits
 from .model import CausalLM
+from .quant.abstract import in_codes, nbytes
 from .text import Tokenizer
 
 DEMO = "demo"
@@ -35,21 +38,27 @@ def load(
     *,
     revision: str | None = None,
     dtype: DTypeLike | None = None,
+    bits: int | None = None,
     implementation: str | None = None,
     progress: Callable[[str, int], None] | None = None,
     on_plan: Callable[[LoadPlan], None] | None = None,
 ) -> tuple[CausalLM, Tokenizer | None]:
-    """Load a Hugging Face model of bf16, f16 or f32 weights, from a folder or from the Hub.
+    """Load a model of bf16, f16 or f32 weights, or of our own codes, from a folder or the Hub.
 
-    Tensors go to the device two at a time: peak host memory is that of the two largest, peak
-    device memory the model and those. The model's `config.eos_token_id` holds the end tokens of
-    config, generation config and tokenizer together.
+    Codes are never made numbers: matrices of the model are then `QTensor`s, and the checksums of
+    the folder are compared before the model is returned. Tensors go to the device two at a time:
+    peak host memory is that of the two largest, peak device memory the model and those. The
+    model's `config.eos_token_id` holds the end tokens of config, generation config and tokenizer
+    together.
 
     Args:
         path: a folder, "demo" for the bundled model, or the id of a model on the Hugging Face
             Hub ("Qwen/Qwen3-30B-A3B"), whose files are fetched where they are not cached.
         revision: branch, tag or commit of the Hub model; its main branch if None.
-        dtype: "float32" or "bfloat16" for weights and activations; the configuration's own if None.
+        dtype: "float32" or "bfloat16" for activations, and for weights that are not in codes; the
+            configuration's own if None.
+        bits: what the folder must hold: 3, 4 or 8, the fewest bits of a matrix in codes, or 16 for
+            no codes at all. Any if None.
         implementation: "reference" or "triton" to run every operation of the model so, or fail;
             the first that takes each call if None.
         progress: called after each tensor with its path and bytes.
@@ -60,9 +69,9 @@ def load(
 
     Raises:
         ConfigError: the configuration is malformed or not implemented.
-        CheckpointError: files are missing, damaged, unsafe, quantised, or do not fit the
-            configuration, or the Hub model cannot be fetched.
-        RequestError: a revision of something that is not on the Hub.
+        CheckpointError: files are missing, damaged, unsafe, of a foreign quantised format, or do
+            not fit the configuration, or the Hub model cannot be fetched.
+        RequestError: a revision of something that is not on the Hub, or a folder of other bits.
         MemoryLimitError: the device is too small; nothing was loaded.
     """
     folder = find_runnable(path, revision)
@@ -71,15 +80,16 @@ def load(
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     tokenizer = Tokenizer.from_folder(folder)
     plan = plan_load(open_folder(folder), config)
+    _refuse_bits(plan, bits)
     config = dataclasses.replace(
         plan.config,
         dtype=dtype,
         implementation=implementation,
         eos_token_id=_end_tokens(folder, config, tokenizer),
     )
-    targets = abstract_parameters(config)
-    needed = sum(target.size * target.dtype.itemsize for target in targets.values())
-    refuse_unless_fits(needed, f"{folder.name} in {config.dtype}")
+    targets = in_codes(abstract_parameters(config), plan.scheme)
+    needed = sum(map(nbytes, targets.values()))
+    refuse_unless_fits(needed, f"{folder.name} in {plan.scheme.described(config.dtype)}")
     for note in plan.notes:
         _log.info("%s: %s", folder, note)
     if on_plan is not None:
@@ -140,7 +150,7 @@ def find_folder(
 def find_runnable(
     path: str | os.PathLike[str], revision: str | None = None, *, quiet: bool = False
 ) -> Path:
-    """`find_folder` for weights to run: quantised ones on the Hub are refused before a download."""
+    """`find_folder` for weights to run: foreign quantised ones are refused before a download."""
     if isinstance(path, str) and hub.is_hub_id(path):
         folder = find_folder(path, revision, weights=False, quiet=quiet)
         name = quantisation(folder, ())
@@ -150,6 +160,22 @@ def find_runnable(
                 f"them first (qwen-jax convert {path} DESTINATION), or use the unquantised release"
             )
     return find_folder(path, revision, quiet=quiet)
+
+
+def _refuse_bits(plan: LoadPlan, bits: int | None) -> None:
+    own = plan.scheme.bits
+    if bits is None or bits == own:
+        return
+    if bits not in (*BITS, 16):
+        raise RequestError(f"bits is {bits!r}; accepted are 3, 4, 8, 16 (no codes) and None")
+    path = str(plan.folder.path)
+    holds = f"holds {own}-bit codes" if own < 16 else "holds no codes (16 bits)"
+    make = "load the unquantised release"
+    if bits < 16:
+        make = f"make {bits}-bit ones of the unquantised release with qwen-jax quantize"
+    raise RequestError(
+        f"bits is {bits}, but {path} {holds}: call load({path!r}, bits={own}), or {make}"
+    )
 
 
 def _flat(model: CausalLM, arrays: dict) -> Iterable[tuple[tuple, nnx.Variable]]:

@@ -1,4 +1,4 @@
-"""What else model folders hold: other file formats and quantised weights, refused by name."""
+"""How the weights of a folder are stored: our own codes, or what is refused by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..quant.scheme import METHOD, Scheme
 from .json_file import read_object
 from .problems import listed, show
 
@@ -68,6 +69,8 @@ def refuse_other_files(path: Path) -> None:
 def quantisation(path: Path, keys: Iterable[str]) -> str | None:
     """Names the quantised format of a folder, from its config.json or else from its keys.
 
+    Our own codes are none: `read_scheme` tells of them.
+
     Args:
         path: the folder; it may lack config.json.
         keys: keys of its tensors.
@@ -78,7 +81,44 @@ def quantisation(path: Path, keys: Iterable[str]) -> str | None:
     Raises:
         CheckpointError: config.json is not a JSON object.
     """
-    return _declared(_raw_config(path)) or _evident(keys)
+    config = _raw_config(path)
+    return None if _own(config) else _declared(config) or _evident(keys)
+
+
+def read_scheme(path: Path, keys: Iterable[str]) -> Scheme:
+    """Says which tensors of a folder are in codes.
+
+    Args:
+        path: the folder; it may lack config.json.
+        keys: keys of its tensors.
+
+    Returns:
+        The scheme; an empty one where nothing is quantised.
+
+    Raises:
+        CheckpointError: weights of another quantised format, a `quantization_config` that is
+            damaged or of another version, or one without codes in the files, or the reverse.
+    """
+    config = _raw_config(path)
+    details, keys = config.get("quantization_config"), list(keys)
+    holds = any(key.endswith(".codes") for key in keys)
+    if _own(config):
+        if keys and not holds:
+            raise CheckpointError(
+                f"{path}: config.json has a quantization_config of {METHOD}, but no tensor is in "
+                "codes; check that config.json and the weights are of one release"
+            )
+        try:
+            return Scheme.from_config(details)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path / 'config.json'}: {error}") from None
+    refuse_quantised(path, keys)
+    if holds:
+        raise CheckpointError(
+            f"{path} holds tensors in codes, but its config.json has no quantization_config that "
+            "says how to read them; fetch the config.json of the same release"
+        )
+    return Scheme()
 
 
 def refuse_quantised(path: Path, keys: Iterable[str]) -> None:
@@ -99,6 +139,11 @@ def refuse_quantised(path: Path, keys: Iterable[str]) -> None:
 def _raw_config(path: Path) -> Mapping[str, Any]:
     file = path / "config.json"
     return read_object(file) if file.is_file() else {}
+
+
+def _own(config: Mapping[str, Any]) -> bool:
+    details = config.get("quantization_config")
+    return isinstance(details, dict) and details.get("quant_method") == METHOD
 
 
 def _declared(config: Mapping[str, Any]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -11,8 +13,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.dequant_matmul.qtensor import QTensor
+
 from ..errors import CheckpointError
+from ..quant.abstract import Abstract, abstract_qtensor, cut_groups
 from .assemble import aligned_copy, assemble, release
+from .checksums import compared
+from .codes import parts_of, read_codes
 from .plan import LoadPlan, Source
 from .problems import Problems
 from .tensors import tree_tensors
@@ -58,47 +65,69 @@ def abstract_parameters(
 
 def load_parameters(
     plan: LoadPlan,
-    targets: Mapping[str, jax.ShapeDtypeStruct],
+    targets: Mapping[str, Abstract],
     *,
     progress: Callable[[str, int], None] | None = None,
-) -> dict[str, jax.Array]:
+) -> dict[str, jax.Array | QTensor]:
     """Reads every tree tensor of a plan onto the device.
 
-    Each is read, regrouped and cast on the host, then copied to the device. Two are under way at a
-    time, so that the host never holds more than two of them beside the mapped file.
+    Each is read, regrouped and cast on the host, then copied to the device; codes go as they are.
+    Two are under way at a time, so that the host never holds more than two of them beside the
+    mapped file. Of a folder with codes, checksums are compared meanwhile.
 
     Args:
         plan: where each tensor comes from.
         targets: shape, dtype and, optionally, sharding by tree path:
-            `abstract_parameters(plan.config)` or those of a module built from `plan.config`.
+            `in_codes(abstract_parameters(plan.config), plan.scheme)`, or those of a module built
+            from `plan.config`.
         progress: called after each tensor with its path and its bytes on the device.
 
     Returns:
         The arrays by tree path, in the order of the plan.
 
     Raises:
-        CheckpointError: `targets` is not the tree of `plan.config`, or a file changed since it
-            was opened.
+        CheckpointError: `targets` is not the tree of `plan`, a file changed since it was opened,
+            or, of a folder with codes, scales make no sense or checksums differ.
     """
     _check_targets(plan, targets)
+    keys = [key for source in plan.sources for key in source.keys]
+    with compared(plan.folder, keys) if plan.scheme.tensors else contextlib.nullcontext():
+        return _load(plan, targets, progress)
+
+
+def _load(
+    plan: LoadPlan,
+    targets: Mapping[str, Abstract],
+    progress: Callable[[str, int], None] | None,
+) -> dict[str, jax.Array | QTensor]:
     # Set for this thread alone by `jax.default_device`.
     default_device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
-    def load(source: Source) -> jax.Array:
+    def load(source: Source) -> jax.Array | QTensor:
         target = targets[source.path]
         with jax.default_device(default_device):
+            if isinstance(target, QTensor):
+                return _put_codes(plan, source, target)
             host = assemble(plan.folder, source, np.dtype(target.dtype))
             array = _put(host, target.sharding)
         release(plan.folder, source)
         return array
 
-    arrays = {}
+    arrays: dict[str, jax.Array | QTensor] = {}
     with ThreadPoolExecutor(_UNDER_WAY) as pool:
         for source, array in zip(plan.sources, pool.map(load, plan.sources), strict=True):
             arrays[source.path] = array
             if progress is not None:
                 progress(source.path, array.nbytes)
     return arrays
+
+
+def _put_codes(plan: LoadPlan, source: Source, target: QTensor) -> QTensor:
+    host, like = read_codes(plan.folder, source), parts_of(target)
+    arrays = {part: _put(array, like[part].sharding) for part, array in host.items()}
+    for key in source.keys:
+        plan.folder.release(key)
+    return dataclasses.replace(target, **arrays)
 
 
 def _put(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
@@ -115,7 +144,7 @@ def _on_cpu(sharding: jax.sharding.Sharding | None) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def _check_targets(plan: LoadPlan, targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_targets(plan: LoadPlan, targets: Mapping[str, Abstract]) -> None:
     problems, sources = Problems(), {source.path: source for source in plan.sources}
     problems.add("only in the folder's tree", *(p for p in sources if p not in targets))
     problems.add("only in the targets", *(p for p in targets if p not in sources))
@@ -123,7 +152,26 @@ def _check_targets(plan: LoadPlan, targets: Mapping[str, jax.ShapeDtypeStruct]) 
         expected, given = sources[path].shape, targets[path].shape
         if expected != given:
             problems.add("shapes", f"{path} is {list(expected)}, the target {list(given)}")
+        problems.add("codes", *_code_faults(sources[path], targets[path]))
     problems.raise_if_any(
         f"{plan.folder.path}: the targets are not the parameter tree of the plan's configuration",
-        "Build the model from plan.config; its tie_word_embeddings may differ from the given one.",
+        "Build the model from plan.config; its tie_word_embeddings may differ from the given one. "
+        "What plan.scheme names is a QTensor of the shapes of in_codes.",
     )
+
+
+def _code_faults(source: Source, target: Abstract) -> list[str]:
+    """What is wrong with the target of a tensor in codes, or with codes as target of another."""
+    if source.scheme is None or not isinstance(target, QTensor):
+        coded = isinstance(target, QTensor)
+        if coded is (source.scheme is not None):
+            return []
+        return [f"{source.path} is {'not ' * coded}in codes, the target {'not ' * (not coded)}"]
+    expected = parts_of(abstract_qtensor(source.shape, source.scheme))
+    given = parts_of(target)
+    if {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()} != {
+        name: (leaf.shape, leaf.dtype) for name, leaf in given.items()
+    }:
+        return [f"{source.path} has parts {expected}, the target {given}"]
+    fault = cut_groups(target)
+    return [f"{source.path}: {fault}"] if fault else []

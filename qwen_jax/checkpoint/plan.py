@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import CheckpointError
-from .formats import refuse_quantised
+from ..quant.scheme import Scheme, TensorScheme
+from .formats import read_scheme
 from .head import decide_head
 from .keys import HEAD, MTP, HeadPrefix, Prefix, parse_key, speller
 from .mapping import FORMS, Form, Layout
@@ -37,12 +38,22 @@ class Source(NamedTuple):
         shape: its shape.
         float32: whether it stays float32 in every model.
         pieces: rows of tensors in the folder; together they cover each row of the tree tensor once.
+        scheme: how it is in codes; None where it is not. The folder then has the parts of
+            `scheme` in place of the tensor that the one piece names.
     """
 
     path: str
     shape: Shape
     float32: bool
     pieces: tuple[Piece, ...]
+    scheme: TensorScheme | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The folder's tensors that it is made of."""
+        if self.scheme is None:
+            return tuple(dict.fromkeys(piece.key for piece in self.pieces))
+        return tuple(f"{self.pieces[0].key}.{part}" for part in self.scheme.parts)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class LoadPlan:
             tree's form counts.
         skipped: how many tensors are not part of the text model, by kind ("mtp", "visual",
             "rotary"), or are its embedding once more ("tied head").
+        scheme: which of the sources are in codes; empty for a folder of floating point.
         notes: what a person should be told once.
     """
 
@@ -68,12 +80,13 @@ class LoadPlan:
     mtp_layers: int
     layout: Layout
     skipped: Mapping[str, int]
+    scheme: Scheme
     notes: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the folder's tensors that are read."""
-        keys = {piece.key for source in self.sources for piece in source.pieces}
+        keys = {key for source in self.sources for key in source.keys}
         return sum(self.folder.tensors[key].nbytes for key in keys)
 
 
@@ -94,11 +107,11 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
         The plan; only an output head that might be a copy of the embedding has been read.
 
     Raises:
-        CheckpointError: quantised weights, or keys that are missing, unknown, misshapen, of
-            another dtype, found twice, or found in two layouts; all of them in one error.
+        CheckpointError: weights of another quantised format, or keys that are missing, unknown,
+            misshapen, of another dtype, found twice, or found in two layouts; all of them in one
+            error.
     """
-    if not folder.dequantises:
-        refuse_quantised(folder.path, folder.tensors)
+    scheme = Scheme() if folder.dequantises else read_scheme(folder.path, folder.tensors)
     problems = Problems()
     found, prefixes, skipped = _sort_keys(folder, mtp, problems)
     refuse_sizes(folder, config)
@@ -116,8 +129,15 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
             mtp_layers,
         )
     )
-    _compare(folder, stored, problems)
-    used = {tensor.key for tensor in stored} | dropped | contested
+    tree = tree_tensors(config, mtp_layers)
+    plain = [t for t in stored if not any(p.path in scheme.tensors for p in t.pieces)]
+    _compare(folder, plain, problems)
+    used = {tensor.key for tensor in plain} | dropped | contested
+    if scheme.tensors:
+        from .codes import compare_codes
+
+        scheme, coded = compare_codes(folder, stored, scheme, tree, problems)
+        used |= coded
     unused = [key for key in found.values() if key not in used]
     problems.add("unused", *map(show, unused))
     problems.add("numbers beyond the configuration", *_numbers_beyond(unused, config))
@@ -128,9 +148,16 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
         "Check that config.json and the weights are of one release.",
     )
     notes = [f"skipped {count} {kind} tensors" for kind, count in skipped.items()]
-    sources = _sources(folder, tree_tensors(config, mtp_layers), stored)
-    layout = _layout(prefixes, forms)
-    return LoadPlan(folder, config, sources, mtp_layers, layout, skipped, (*folder.notes, *notes))
+    return LoadPlan(
+        folder,
+        config,
+        _sources(folder, tree, stored, scheme),
+        mtp_layers,
+        _layout(prefixes, forms),
+        skipped,
+        scheme,
+        (*folder.notes, *notes),
+    )
 
 
 def refuse_sizes(folder: TensorFolder, config: QwenConfig) -> None:
@@ -253,18 +280,27 @@ def _numbers_beyond(unused: list[str], config: QwenConfig) -> list[str]:
 
 
 def _sources(
-    folder: TensorFolder, tree: Mapping[str, TreeTensor], stored: list[StoredTensor]
+    folder: TensorFolder,
+    tree: Mapping[str, TreeTensor],
+    stored: list[StoredTensor],
+    scheme: Scheme,
 ) -> tuple[Source, ...]:
     """Groups pieces by tree tensor, in the order in which they lie in the files."""
 
     def position(piece: Piece) -> tuple[str, int]:
-        info = folder.tensors[piece.key]
-        return info.shard, info.start
+        info = folder.tensors.get(piece.key)  # there is none for one in codes
+        return ("", 0) if info is None else (info.shard, info.start)
 
     pieces: dict[str, list[Piece]] = {}
     for piece in (piece for tensor in stored for piece in tensor.pieces):
         pieces.setdefault(piece.path, []).append(piece)
     return tuple(
-        Source(path, tensor.shape, tensor.float32, tuple(sorted(pieces[path], key=position)))
+        Source(
+            path,
+            tensor.shape,
+            tensor.float32,
+            tuple(sorted(pieces[path], key=position)),
+            scheme.tensors.get(path),
+        )
         for path, tensor in tree.items()
     )

@@ -20,6 +20,7 @@ def bench(
     generation_tokens: Whole = 128,
     batch_size: Whole = 1,
     num_trials: Whole = 5,
+    recipe: Text = None,
     num_layers: MaybeWhole = None,
     max_model_len: MaybeWhole = None,
     prefill_chunk_size: Whole = 512,
@@ -40,6 +41,8 @@ def bench(
         generation_tokens: new tokens of each row (128 by default).
         batch_size: rows (1 by default).
         num_trials: repetitions (5 by default).
+        recipe: put the random weights of --dummy into codes, as this recipe has it: q3, q3-small,
+            q4, q8 or experts-only.
         num_layers: only so many layers of the model, from the first on; needs --dummy.
         max_model_len: tokens a row that the cache has room for; prompt and new tokens by default.
         prefill_chunk_size: most prompt tokens a row in one forward pass (512 by default).
@@ -61,6 +64,7 @@ def bench(
         generation_tokens=generation_tokens,
         batch_size=batch_size,
         num_trials=num_trials,
+        recipe=recipe,
         num_layers=num_layers,
         max_model_len=max_model_len,
         prefill_chunk_size=prefill_chunk_size,

@@ -19,6 +19,8 @@ class BenchRequest:
         generation_tokens: new tokens of each row, from 2 on; end tokens don't stop a row.
         batch_size: rows.
         num_trials: measured repetitions, after one that compiles.
+        recipe: name of the recipe that puts random weights into codes; needs `dummy`, since a
+            folder's weights are what they are.
         num_layers: use only so many of the model's layers, from the first on; needs `dummy`.
         max_model_len: tokens a row that the cache has room for; prompt and generation if None.
         prefill_chunk_size: most prompt tokens a row in one forward pass.
@@ -38,6 +40,7 @@ class BenchRequest:
     generation_tokens: int = 128
     batch_size: int = 1
     num_trials: int = 5
+    recipe: str | None = None
     num_layers: int | None = None
     max_model_len: int | None = None
     prefill_chunk_size: int = 512
@@ -52,6 +55,11 @@ class BenchRequest:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise RequestError(f"{name} is {value}; accepted is a whole number from {least} on")
+        if self.recipe is not None and not self.dummy:
+            raise RequestError(
+                "recipe makes codes of random weights; add --dummy, or give a folder that "
+                "qwen-jax quantize wrote"
+            )
         if self.length < self.prompt_tokens + self.generation_tokens:
             raise RequestError(
                 f"max_model_len is {self.max_model_len}, but {self.prompt_tokens} prompt tokens "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CheckpointError, RequestError
+from ..quant.scheme import Scheme
 from .console import accept_any_text, scaled, size, table, write_json
 from .loading import choose_dtype
 from .options import DType, Kernels, KVCacheDType, Switch, Text, Whole, own_if_auto
@@ -23,6 +24,7 @@ def inspect(
     revision: Text = None,
     memory: str | None = None,
     batch_size: Whole = 1,
+    recipe: Text = None,
     dtype: DType | None = None,
     kernels: Switch = False,
     device: Literal["h200"] | None = None,
@@ -38,6 +40,8 @@ def inspect(
         revision: branch, tag or commit of a Hub model; the main branch by default.
         memory: what context fits in this memory: 24GB, 22.5GiB, 800MB, or a number of bytes.
         batch_size: sequences at a time (1 by default), for --memory and --kernels.
+        recipe: count the weights of a shape as this recipe puts them into codes: q3, q3-small,
+            q4, q8 or experts-only.
         dtype: count weights and cache in this dtype; the model's own by default.
         kernels: say what runs each operation of a prefill and a decode step, and why not others.
         device: for --kernels, the device that they would run on; this machine's by default.
@@ -52,17 +56,19 @@ def inspect(
     if not kernels and (device or implementation):
         raise RequestError("--device and --implementation are read by --kernels alone; add it")
     shape = find_shape(model, revision, weights=False)
-    config, files = shape.config, None
+    config, files, scheme = shape.config, None, Scheme()
     if shape.folder is not None:
-        files, config = _holdings(shape.folder, config, fetched=shape.fetched)
+        files, config, scheme = _holdings(shape.folder, config, fetched=shape.fetched)
+    if recipe is not None:
+        scheme = _scheme_of(shape, config, recipe)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     kv_dtype = own_if_auto(kv_cache_dtype)
     report = {
         "model": model,
         "config": config.to_hf(),
-        "cost": _cost(config, kv_dtype),
-        "fit": None if budget is None else _fit(config, budget, batch_size, kv_dtype),
+        "cost": _cost(config, scheme, kv_dtype),
+        "fit": None if budget is None else _fit(config, scheme, budget, batch_size, kv_dtype),
         "folder": files,
     }
     if kernels:
@@ -71,15 +77,28 @@ def inspect(
             config = dataclasses.replace(
                 config, dtype=choose_dtype(config.dtype, dtype, lambda note: None)
             )
-        report["kernels"] = _kernels(config, batch_size, kv_dtype, device, implementation)
+        report["kernels"] = _kernels(config, scheme, batch_size, kv_dtype, device, implementation)
     if json:
         write_json(report)
     else:
         print(_as_text(shape, config, report))
 
 
+def _scheme_of(shape: Shape, config: QwenConfig, recipe: str) -> Scheme:
+    from ..model import parameter_shapes
+    from ..quant import named_recipe, scheme_of
+
+    if shape.folder is not None:
+        raise RequestError(
+            "--recipe is for the name of a shape; of a folder, qwen-jax quantize --dry-run says "
+            "what a recipe would make"
+        )
+    return scheme_of(parameter_shapes(config), named_recipe(recipe))
+
+
 def _kernels(
     config: QwenConfig,
+    scheme: Scheme,
     batch_size: int,
     kv_cache_dtype: str | None,
     device: str | None,
@@ -88,10 +107,10 @@ def _kernels(
     from .kernels import kernels
 
     config = dataclasses.replace(config, implementation=implementation)
-    return kernels(config, batch_size, kv_cache_dtype, device)
+    return kernels(config, scheme, batch_size, kv_cache_dtype, device)
 
 
-def _cost(config: QwenConfig, kv_cache_dtype: str | None) -> dict[str, Any]:
+def _cost(config: QwenConfig, scheme: Scheme, kv_cache_dtype: str | None) -> dict[str, Any]:
     from .. import accounting
 
     flops = accounting.flops_per_token(config)
@@ -99,11 +118,14 @@ def _cost(config: QwenConfig, kv_cache_dtype: str | None) -> dict[str, Any]:
         "dtype": config.dtype,
         "layer_kinds": accounting.layer_kinds(config),
         "parameters": dataclasses.asdict(accounting.count_parameters(config)),
-        "weight_bytes": accounting.weight_bytes(config),
+        "recipe": scheme.recipe or None,
+        "bits": scheme.bits,
+        "formats": _formats(scheme),
+        "weight_bytes": accounting.weight_bytes(config, scheme),
         "flops_per_token": flops,
         "flops_per_token_of_context": accounting.flops_per_token(config, 1) - flops,
-        "weight_bytes_per_token": accounting.weight_bytes_per_token(config),
-        "bytes_per_token": accounting.bytes_per_token(config),
+        "weight_bytes_per_token": accounting.weight_bytes_per_token(config, scheme),
+        "bytes_per_token": accounting.bytes_per_token(config, scheme=scheme),
         "kv_cache_dtype": kv_cache_dtype or config.dtype,
         "kv_bytes_per_token": accounting.kv_bytes_per_token(config, kv_cache_dtype),
         "state_bytes_per_sequence": {
@@ -113,43 +135,57 @@ def _cost(config: QwenConfig, kv_cache_dtype: str | None) -> dict[str, Any]:
     }
 
 
+def _formats(scheme: Scheme) -> dict[str, int]:
+    """Number of matrices of each format."""
+    return dict(
+        Counter(
+            f"{how.format.bits} bits, groups of {how.format.group_size}"
+            + ("" if how.format.symmetric else ", zero points")
+            + (", input scales" if how.input_scale else "")
+            for how in scheme.tensors.values()
+        ).most_common()
+    )
+
+
 def _fit(
-    config: QwenConfig, memory: int, batch_size: int, kv_cache_dtype: str | None
+    config: QwenConfig,
+    scheme: Scheme,
+    memory: int,
+    batch_size: int,
+    kv_cache_dtype: str | None,
 ) -> dict[str, int]:
     from .. import accounting
 
     return {
         "memory_bytes": memory,
         "batch_size": batch_size,
-        "context": accounting.largest_context(config, memory, batch_size, kv_cache_dtype),
+        "context": accounting.largest_context(config, memory, batch_size, kv_cache_dtype, scheme),
         "max_position_embeddings": config.max_position_embeddings,
     }
 
 
 def _holdings(
     folder: Path, config: QwenConfig, *, fetched: bool
-) -> tuple[dict[str, Any], QwenConfig]:
-    """What a folder holds, and the configuration as its weights want it.
+) -> tuple[dict[str, Any], QwenConfig, Scheme]:
+    """What a folder holds, the configuration as its weights want it, and what is in codes.
 
     Quantised weights, and a folder without weights, are named; damaged or unfit ones raise
     `CheckpointError`. Weights that are on the Hub only are none.
     """
     from .. import hub
-    from ..checkpoint.formats import quantisation
+    from ..checkpoint.formats import quantisation, read_scheme
     from ..checkpoint.index import INDEX
     from ..checkpoint.plan import plan_load
     from ..checkpoint.safetensors_io import open_folder
 
     quantised = quantisation(folder, ())
+    scheme = Scheme() if quantised else read_scheme(folder, ())
     if fetched and not hub.has_weights(folder):
         not_here = "on the Hub, not fetched: all figures are from the configuration"
-        return {"path": str(folder), "weights": not_here, "quantised": quantised}, config
+        return {"path": str(folder), "weights": not_here, "quantised": quantised}, config, scheme
     if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
-        return {
-            "path": str(folder),
-            "weights": _why_unreadable(folder),
-            "quantised": quantised,
-        }, config
+        why = _why_unreadable(folder)
+        return {"path": str(folder), "weights": why, "quantised": quantised}, config, scheme
     opened = open_folder(folder)
     held = {
         "path": str(folder),
@@ -161,9 +197,10 @@ def _holdings(
         "notes": list(opened.notes),
     }
     if held["quantised"] is not None:
-        return held, config
+        return held, config, scheme
     plan = plan_load(opened, config)
-    return held | {"skipped": dict(plan.skipped), "notes": list(plan.notes)}, plan.config
+    held |= {"skipped": dict(plan.skipped), "notes": list(plan.notes)}
+    return held, plan.config, plan.scheme
 
 
 def _why_unreadable(folder: Path) -> str:
@@ -203,7 +240,7 @@ def _cost_rows(cost: dict[str, Any]) -> dict[str, str]:
         "parameters": f"{count['total']:,}",
         "active a token": f"{count['active']:,} "
         f"({count['active_with_embedding']:,} with the whole embedding table)",
-        "weights": f"{size(cost['weight_bytes'])} in {cost['dtype']}",
+        "weights": f"{size(cost['weight_bytes'])} in {_stored(cost)}",
         "compute a token": f"{scaled(cost['flops_per_token'], 'FLOP')}, "
         f"and {scaled(cost['flops_per_token_of_context'], 'FLOP')} for each token before it",
         "bytes a token": f"{size(cost['bytes_per_token'])} at batch 1 "
@@ -213,9 +250,18 @@ def _cost_rows(cost: dict[str, Any]) -> dict[str, str]:
         "recurrent state": f"{recurrent:,} B a sequence "
         f"(delta {state['delta']:,}, convolution {state['conv']:,})",
     }
+    if cost["formats"]:
+        formats = cost["formats"].items()
+        rows["codes"] = "; ".join(f"{number} matrices of {name}" for name, number in formats)
     if not recurrent:
         del rows["recurrent state"]
     return rows
+
+
+def _stored(cost: dict[str, Any]) -> str:
+    if cost["recipe"] is None:
+        return cost["dtype"]
+    return f"codes of {cost['bits']} bits and more (recipe {cost['recipe']}) and {cost['dtype']}"
 
 
 def _fit_line(fit: dict[str, int], cost: dict[str, Any]) -> str:

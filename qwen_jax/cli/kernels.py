@@ -14,22 +14,28 @@ from pallas_kernels.dispatch import Call, recording
 from ..cache import Cache, init_cache
 from ..decode import decode_step, prefill
 from ..decode.prompt import CHUNK_SIZE
-from ..model import CausalLM
+from ..model import CausalLM, abstract_model
 
 if TYPE_CHECKING:
     from ..config import QwenConfig
+    from ..quant import Scheme
 
 CONTEXT = 4096
 DEVICES = {"h200": H200}
 
 
 def kernels(
-    config: QwenConfig, batch_size: int, kv_cache_dtype: str | None, device: str | None
+    config: QwenConfig,
+    scheme: Scheme,
+    batch_size: int,
+    kv_cache_dtype: str | None,
+    device: str | None,
 ) -> dict[str, Any]:
     """The operations of one prefill of a chunk and one decode step, traced on shapes alone.
 
     Args:
         config: the model's.
+        scheme: which of its matrices are in codes.
         batch_size: sequences.
         kv_cache_dtype: see `init_cache`.
         device: "h200" for what would run there, or None for this machine's device.
@@ -40,21 +46,22 @@ def kernels(
         not. A call that nothing takes has the implementation None, and ends its phase.
     """
     target = current_target() if device is None else DEVICES[device]
+    model = abstract_model(config, scheme)
     cache = jax.eval_shape(
         lambda: init_cache(config, batch_size, CONTEXT, kv_cache_dtype=kv_cache_dtype)
     )
     return {
         "device": target.kind,
         "phases": {
-            "prefill": _calls(config, cache, batch_size, CHUNK_SIZE, target),
-            "decode": _calls(config, cache, batch_size, 1, target),
-            "without a cache": _calls(config, None, batch_size, CHUNK_SIZE, target),
+            "prefill": _calls(model, cache, batch_size, CHUNK_SIZE, target),
+            "decode": _calls(model, cache, batch_size, 1, target),
+            "without a cache": _calls(model, None, batch_size, CHUNK_SIZE, target),
         },
     }
 
 
 def _calls(
-    config: QwenConfig, cache: Cache | None, batch: int, tokens: int, target: Target
+    model: CausalLM, cache: Cache | None, batch: int, tokens: int, target: Target
 ) -> list[dict[str, Any]]:
     def step(model: CausalLM, cache: Any, ids: jax.Array) -> Any:
         if cache is None:
@@ -66,7 +73,7 @@ def _calls(
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     with targeting(target), recording() as calls:
         try:
-            jax.eval_shape(step, CausalLM(config), cache, ids)
+            jax.eval_shape(step, model, cache, ids)
         except ExceptionGroup:
             if not calls or calls[-1].choice.chosen is not None:
                 raise

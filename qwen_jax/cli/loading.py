@@ -102,7 +102,8 @@ class ModelFolder:
             kv_cache_dtype: of the cache, as in `init_cache`.
 
         Raises:
-            CheckpointError: the weights are missing, damaged, quantised, or another model's.
+            CheckpointError: the weights are missing, damaged, of a foreign quantised format, or
+                another model's.
             MemoryLimitError: weights and cache cannot fit.
         """
         from ..accounting import cache_bytes, weight_bytes
@@ -110,14 +111,17 @@ class ModelFolder:
         from ..checkpoint.safetensors_io import open_folder
         from ..memory import refuse_unless_fits
 
-        config = plan_load(open_folder(self.path), self.config).config
-        needed = weight_bytes(config) + cache_bytes(config, 1, tokens, kv_cache_dtype)
-        what = f"{self.name} in {self.config.dtype} with a cache of {tokens} tokens"
+        plan = plan_load(open_folder(self.path), self.config)
+        cache = cache_bytes(plan.config, 1, tokens, kv_cache_dtype)
+        needed = weight_bytes(plan.config, plan.scheme) + cache
+        stored = plan.scheme.described(self.config.dtype)
+        what = f"{self.name} in {stored} with a cache of {tokens} tokens"
         refuse_unless_fits(needed, what)
 
     def load(self, notes: Notes) -> CausalLM:
         """Read the weights."""
         from ..accounting import weight_bytes
+        from ..checkpoint.formats import read_scheme
         from ..loading import load
 
         begin = time.perf_counter()
@@ -125,9 +129,12 @@ class ModelFolder:
         def announce(plan: LoadPlan) -> None:
             found = f"{len(plan.sources)} tensors, {size(plan.nbytes)}"
             remarks = "".join(f"; {note}" for note in plan.notes)
-            notes(f"loading {self.name}: {found}, as {self.config.dtype}{remarks}")
+            stored = plan.scheme.described(self.config.dtype)
+            notes(f"loading {self.name}: {found}, as {stored}{remarks}")
 
-        with notes.progress(f"loading {self.name}", weight_bytes(self.config)) as advance:
+        scheme = read_scheme(self.path, ())
+        total = weight_bytes(self.config, scheme)
+        with notes.progress(f"loading {self.name}", total) as advance:
             model, _ = load(
                 self.path,
                 dtype=self.config.dtype,

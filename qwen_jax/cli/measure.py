@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..accounting import cache_bytes, tensors, weight_bytes
+from ..accounting import FLOATS, cache_bytes, tensors, weight_bytes
 from ..cache import Cache, init_cache
 from ..checkpoint.plan import plan_load
 from ..checkpoint.safetensors_io import open_folder
@@ -27,7 +27,8 @@ from ..decode.loop import raise_on_failure, run_steps
 from ..errors import RequestError
 from ..loading import load
 from ..memory import peak_memory, refuse_unless_fits
-from ..model import CausalLM, FlatModel, initialise
+from ..model import CausalLM, FlatModel, initialise, parameter_shapes
+from ..quant import Scheme, named_recipe, scheme_of
 from .bench_request import BenchRequest
 from .loading import choose_dtype
 from .shape import Shape, find_shape
@@ -64,17 +65,17 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
 
     Raises:
         RequestError: a preset without `dummy`, or layers that the model does not have.
-        CheckpointError: the folder's weights are missing, damaged, quantised, or another model's.
+        CheckpointError: the folder's weights are missing, damaged, of a foreign quantised format,
+            or another model's.
         MemoryLimitError: weights and cache cannot fit; nothing was loaded.
     """
     shape = find_shape(request.model, request.revision, weights=not request.dummy)
-    config = _configuration(shape, request, note)
-    weights = weight_bytes(config)
+    config, scheme = _configuration(shape, request, note)
+    weights = weight_bytes(config, scheme)
     cache = cache_bytes(config, request.batch_size, request.length, request.kv_cache_dtype)
-    needed = weights + max(cache, _working_bytes(config) if request.dummy else 0)
-    refuse_unless_fits(
-        needed, f"{request.model} in {config.dtype} with a cache of {cache / 1e9:.2f} GB"
-    )
+    needed = weights + max(cache, _working_bytes(config, scheme) if request.dummy else 0)
+    stored = scheme.described(config.dtype)
+    refuse_unless_fits(needed, f"{request.model} in {stored} with a cache of {cache / 1e9:.2f} GB")
     begin = time.perf_counter()
     model = _model(shape, config, request, note)
     made = time.perf_counter() - begin
@@ -95,7 +96,8 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
             "type": config.model_type,
             "num_layers": config.num_hidden_layers,
         }
-        | {"dtype": config.dtype, "weights": "random" if request.dummy else "loaded"},
+        | {"dtype": config.dtype, "weights": "random" if request.dummy else "loaded"}
+        | {"recipe": scheme.recipe or None, "bits": scheme.bits},
         **_figures(samples, request),
         "weight_bytes": weights,
         "cache_bytes": cache,
@@ -105,23 +107,27 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
     }
 
 
-def _configuration(shape: Shape, request: BenchRequest, note: Note) -> QwenConfig:
+def _configuration(shape: Shape, request: BenchRequest, note: Note) -> tuple[QwenConfig, Scheme]:
     if shape.folder is None and not request.dummy:
         raise RequestError(
             f"{shape.name} names a shape, which has no weights; add --dummy for random ones"
         )
-    config = shape.config
+    config, scheme = shape.config, FLOATS
     if shape.folder is not None and not request.dummy:
-        config = plan_load(open_folder(shape.folder), config).config
+        plan = plan_load(open_folder(shape.folder), config)
+        config, scheme = plan.config, plan.scheme
     if request.num_layers is not None:
         if not request.dummy:
             raise RequestError("num_layers cuts a model of random weights; add --dummy")
         config = first_layers(config, request.num_layers)
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         dtype=choose_dtype(config.dtype, request.dtype, note),
         implementation=request.implementation,
     )
+    if request.recipe is not None:
+        scheme = scheme_of(parameter_shapes(config), named_recipe(request.recipe))
+    return config, scheme
 
 
 def first_layers(config: QwenConfig, count: int) -> QwenConfig:
@@ -146,22 +152,23 @@ def first_layers(config: QwenConfig, count: int) -> QwenConfig:
 
 def _model(shape: Shape, config: QwenConfig, request: BenchRequest, note: Note) -> CausalLM:
     if request.dummy or shape.folder is None:
-        note(f"making random weights of {weight_bytes(config) / 1e9:.2f} GB")
-        model = initialise(config, jax.random.key(0))
+        recipe = None if request.recipe is None else named_recipe(request.recipe)
+        note("making random weights")
+        model = initialise(config, jax.random.key(0), recipe)
     else:
         note(f"loading {request.model}")
         model, _ = load(shape.folder, dtype=config.dtype, implementation=config.implementation)
     return jax.block_until_ready(model)
 
 
-def _working_bytes(config: QwenConfig) -> int:
+def _working_bytes(config: QwenConfig, scheme: Scheme) -> int:
     """Memory beside the model while random weights are made.
 
     Counted on a host only, where running out of memory is no error but the end of the process.
     """
     if jax.default_backend() != "cpu":
         return 0
-    return 3 * max(tensor.nbytes for tensor in tensors(config))
+    return 3 * max(tensor.nbytes for tensor in tensors(config, scheme))
 
 
 class _Bench:

@@ -34,6 +34,8 @@ def as_text(result: dict[str, Any]) -> str:
     figures, request, device = result["figures"], result["request"], result["device"]
     model = figures["model"]
     shape = f"{model['num_layers']} layers, {model['dtype']}, {model['weights']} weights"
+    if model["recipe"] is not None:
+        shape += f", recipe {model['recipe']} of {model['bits']} bits"
     tokens = f"{request['prompt_tokens']} + {request['generation_tokens']}"
     rows = {
         "model": f"{model['name']} ({shape})",

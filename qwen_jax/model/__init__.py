@@ -1,5 +1,6 @@
 """The Qwen decoder as Flax NNX modules that mirror the architecture, with Hugging Face's names."""
 
+from .abstract import abstract_model, parameter_shapes
 from .decoder import CausalLM, DecoderLayer, ModelOutput
 from .flat import FlatModel, whole
 from .initialise import initialise
@@ -14,6 +15,8 @@ __all__ = [
     "Router",
     "RouterContext",
     "Routing",
+    "abstract_model",
     "initialise",
+    "parameter_shapes",
     "whole",
 ]

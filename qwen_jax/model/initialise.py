@@ -8,8 +8,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from ..config import QwenConfig
-from ..quant import Recipe, Scheme, abstract_qtensor, scheme_of
+from ..quant import QTensor, Recipe, Scheme, scheme_of
 from ..quant.random import random_qtensor
+from .abstract import abstract_model, parameter_shapes
 from .decoder import CausalLM
 
 
@@ -30,19 +31,16 @@ def initialise(config: QwenConfig, key: Array, recipe: Recipe | None = None) -> 
     Raises:
         RequestError: the recipe does not fit the model.
     """
-    model = CausalLM(config)
+    scheme = Scheme() if recipe is None else scheme_of(parameter_shapes(config), recipe)
+    model = abstract_model(config, scheme)
     state = nnx.state(model)
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-    scheme = Scheme() if recipe is None else scheme_of(shapes, recipe)
-    for number, (name, leaf) in enumerate(leaves.items()):
-        kind, scale = _kind(name, leaf.shape, config)
-        ours = jax.random.fold_in(key, number)
-        if name in scheme.tensors:
-            like = abstract_qtensor(leaf.shape, scheme.tensors[name])
+    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
+        kind, scale = _kind(".".join(map(str, path)), leaf.shape, config)
+        ours, like = jax.random.fold_in(key, number), leaf.get_value()
+        if isinstance(like, QTensor):
             leaf.set_value(random_qtensor(like, scale, ours))
         else:
-            leaf.set_value(_random(kind, leaf.shape, leaf.dtype, scale, ours))
+            leaf.set_value(_random(kind, like.shape, like.dtype, scale, ours))
     nnx.update(model, state)
     return model
 

@@ -17,8 +17,6 @@ from .scheme import Scheme, TensorScheme
 
 Abstract = jax.ShapeDtypeStruct | QTensor
 
-PARTS = ("codes", "scale", "zero", "input_scale")
-
 _READ_BY_VALUE = ("conv1d.weight", "mlp.gate.weight")
 
 
@@ -75,3 +73,32 @@ def why_not(path: str, shape: tuple[int, ...], group_size: int) -> str:
             + (", such as 32" if shape[-1] >= 32 else ", so that it must be left out of the recipe")
         )
     return ""
+
+
+def cut_groups(leaf: QTensor) -> str:
+    """Why the sharding of an abstract tensor cannot be, "" if it can: it cuts groups in two."""
+    inputs, group_size = leaf.inputs, leaf.group_size
+    if getattr(leaf.codes, "sharding", None) is None:
+        return ""
+    shards = _shards(leaf.codes)
+    if shards == 1 == _shards(leaf.scale):
+        return ""
+    if inputs % (shards * group_size) == 0 and _shards(leaf.scale) == shards:
+        return ""
+    return (
+        f"{inputs} inputs in groups of {group_size} are split over {shards} devices, which cuts "
+        f"groups in two or parts them from their scales; accepted are inputs that are a multiple "
+        f"of {shards * group_size}, with codes and scales split alike: split the outputs, or use "
+        "smaller groups"
+    )
+
+
+def _shards(leaf: Any) -> int:
+    """Parts of the last axis."""
+    spec = leaf.sharding
+    if spec is None or spec.is_fully_replicated:
+        return 1
+    # Of an axis that all parts of any sharding divide.
+    size = math.lcm(*range(1, len(spec.device_set) + 1))
+    probe = (*(size for _ in leaf.shape),)
+    return size // spec.shard_shape(probe)[-1]

@@ -87,6 +87,17 @@ def _uniform(name: str, bits: int, group_size: int) -> Recipe:
     return Recipe(name, tuple(Rule(p, WeightFormat(bits, group_size)) for p in patterns))
 
 
+def named_recipe(name: str) -> Recipe:
+    """The recipe of a name.
+
+    Raises:
+        RequestError: there is none; the message lists the names.
+    """
+    if name not in RECIPES:
+        raise RequestError(f"there is no recipe {name!r}; accepted are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (

@@ -1,16 +1,19 @@
-"""Which tensors of a folder are in codes: `quantization_config` of its config.json."""
+"""Which tensors of a folder are in codes: `quantization_config` of its config.json.
+
+JAX is loaded, with the codes' format, for folders that hold codes only.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
-
-from pallas_kernels.dequant_matmul.layout import BITS, FORMAT_VERSION, GROUP_SIZES
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .recipe import WeightFormat
+
+if TYPE_CHECKING:
+    from .recipe import WeightFormat
 
 METHOD = "qwen_jax"
 
@@ -30,6 +33,12 @@ class TensorScheme:
 
     format: WeightFormat
     input_scale: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The arrays of the tensor: fields of `QTensor`, and ends of keys in files."""
+        zero = () if self.format.symmetric else ("zero",)
+        return ("codes", "scale", *zero, *(("input_scale",) if self.input_scale else ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +61,14 @@ class Scheme:
         """The fewest bits of any matrix; 16 where none is in codes."""
         return min((tensor.format.bits for tensor in self.tensors.values()), default=16)
 
+    def described(self, dtype: str) -> str:
+        """What weights are stored in, for messages: "bfloat16", or "3-bit codes and bfloat16"."""
+        return f"{self.bits}-bit codes and {dtype}" if self.tensors else dtype
+
     def to_config(self) -> dict[str, Any]:
         """The object that config.json has as `quantization_config`."""
+        from pallas_kernels.dequant_matmul.layout import FORMAT_VERSION
+
         tensors = {
             path: dataclasses.asdict(tensor.format) | {"input_scale": tensor.input_scale}
             for path, tensor in self.tensors.items()
@@ -72,6 +87,10 @@ class Scheme:
             CheckpointError: another method or version, or a field that is missing, unknown or out
                 of range; all such fields in one error.
         """
+        from pallas_kernels.dequant_matmul.layout import FORMAT_VERSION
+
+        from .recipe import WeightFormat
+
         if not isinstance(value, dict) or value.get("quant_method") != METHOD:
             method = value.get("quant_method") if isinstance(value, dict) else value
             raise CheckpointError(
@@ -116,6 +135,8 @@ def _faults(recipe: Any, tensors: Any) -> list[str]:
 
 
 def _tensor_faults(what: str, fields: Any) -> list[str]:
+    from pallas_kernels.dequant_matmul.layout import BITS, GROUP_SIZES
+
     if not isinstance(fields, dict):
         return [f"{what} is {_shown(fields)}; accepted is an object"]
     faults = _wrong_names(what, fields, _TENSOR_FIELDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
@@ -116,12 +116,11 @@ def tensor_sizes(
 
 
 def by_part(tensors: Iterable[TensorSize]) -> dict[Part, Size]:
-    """Totals of each part, largest first."""
-    groups: dict[Part, list[TensorSize]] = {}
+    """Totals of each part that there is."""
+    groups: dict[Part, list[TensorSize]] = {part: [] for part in get_args(Part)}
     for tensor in tensors:
-        groups.setdefault(tensor.part, []).append(tensor)
-    totals = {part: Size.of(members) for part, members in groups.items()}
-    return {part: totals[part] for part in sorted(totals, key=lambda part: -totals[part].after)}
+        groups[tensor.part].append(tensor)
+    return {part: Size.of(members) for part, members in groups.items() if members}
 
 
 def _part(path: str, scheme: Scheme) -> Part:
