@@ -141,24 +141,30 @@ def multiply_add(
     )[0]
 
 
-def as_mantissa(words: UInt[Array, "..."], mask: int) -> Float[Array, "..."]:
+def as_mantissa(words: UInt[Array, "..."], mask: int, exponent: int) -> Float[Array, "..."]:
     """The masked bits as those of a mantissa, inside a kernel, in one instruction.
 
     Args:
         words: uint32.
-        mask: bits below 23. A field of value v at bit p gives 1 + v * 2^(p - 23).
+        mask: bits below 23. A field of value v at bit p gives 2^exponent + v * 2^(exponent + p - 23).
+        exponent: of the power of two that they are added to.
     """
-    one = 0x3F800000
+    power = (127 + exponent) << 23
     if current_target().platform == INTERPRETER:
-        bits = (words & jnp.uint32(mask)) | jnp.uint32(one)
+        bits = (words & jnp.uint32(mask)) | jnp.uint32(power)
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
     return plt.elementwise_inline_asm(
-        f"{{ .reg .b32 mask; mov.b32 mask, {mask}; lop3.b32 $0, $1, mask, {one}, 0xEA; }}",
+        f"{{ .reg .b32 mask; mov.b32 mask, {mask}; lop3.b32 $0, $1, mask, {power}, 0xEA; }}",
         args=[jax.lax.bitcast_convert_type(words, jnp.int32)],
         constraints="=f,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float32)],
     )[0]
+
+
+def selected(a: UInt[Array, "..."], b: UInt[Array, "..."], mask: int) -> UInt[Array, "..."]:
+    """Bits of `a` inside the mask and of `b` outside."""
+    return b ^ ((a ^ b) & jnp.uint32(mask))
 
 
 @contextlib.contextmanager

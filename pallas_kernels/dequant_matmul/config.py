@@ -14,14 +14,19 @@ class FewRows:
     """How the work is cut for up to `FEW_ROWS` rows.
 
     Attributes:
-        outputs: outputs a program, a power of two.
-        units: units of each that are read at once, a power of two.
+        outputs: outputs a program, a power of two, at least `outputs_at_once`.
+        units: units of each that are read at once, one a thread: a power of two.
         num_warps: warps a program.
     """
 
-    outputs: int = 16
+    outputs: int = 8
     units: int = 64
-    num_warps: int = 4
+    num_warps: int = 2
+
+    @property
+    def outputs_at_once(self) -> int:
+        """Outputs whose units are read at once."""
+        return 32 * self.num_warps // self.units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +82,9 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
         group_units: units a group.
     """
     if rows <= FEW_ROWS:
-        # Threads hold all rows' sums of their outputs.
-        most = 16 if rows == 1 else 8
-        enough = outputs >= most * ROUNDS * cores
-        return FewRows(most if enough else most // 2, min(64, _power_of_two(units)), 4)
+        # Threads hold all rows' inputs of their unit, and the sums of their outputs.
+        width = min(64, _power_of_two(units))
+        return FewRows(max(8, 64 // width), width, 2)
     if rows <= SOME_ROWS:
         return SomeRows(max(16, _power_of_two(rows)), 64, 1, max(2, group_units))
     return ManyRows()

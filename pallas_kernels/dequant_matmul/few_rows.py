@@ -1,8 +1,8 @@
-"""Up to four rows: on CUDA cores, one fused multiply-add a value and row.
+"""Up to four rows: on CUDA cores, one fused multiply-add a value and row, in one launch.
 
-Two launches. The first, a tiny one, turns x so that the same value of neighbouring units lies side
-by side, times what makes a step of the value's mantissa 1. Threads of the second then hold units,
-and need no other thread's until their sums are added.
+A thread holds a unit's 32 inputs, as it reads them, and meets the same unit of several outputs with
+them: reading inputs again for every output would cost more than the codes. Threads need no other
+thread's values until their sums are added.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .._compat import multiply_add, triton_call
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .operands import Shape, iota, load, per_group, words
-from .unit import mantissas, multipliers
+from .unit import offsets, shifted_values
 
-TURNED_UNITS = 16
-# Rows of what `turned` returns: after the values of a unit, where its sum starts, and x's own sum.
-START, SUM = UNIT, UNIT + 1
+# So many bytes a thread reads at once.
+PIECE = 8
+UNROLLED = 4
 
 
 def product(
@@ -35,90 +35,137 @@ def product(
     config: FewRows,
 ) -> Float[Array, "M O"]:
     """See `api.dequant_matmul`."""
-    tile = config.outputs, config.units
-    tiles = pl.cdiv(shape.units, config.units)
-    arrays = [turned(shape, x, tiles, config.units, zero is None), codes, scale]
-    arrays += [] if zero is None else [zero]
+    tile = config.outputs_at_once, config.units
+    count = config.outputs // tile[0]
+    steps = pl.cdiv(shape.units, config.units)
+    arrays = [x, codes, scale] + ([] if zero is None else [zero])
+    centre = CENTRES[shape.bits] if zero is None else 0.0
 
     def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        zero_ref = None if zero is None else refs[0]
-        output = pl.program_id(0) * tile[0] + iota(tile, 0)
+        first = pl.program_id(0) * config.outputs
 
-        def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            unit = index * tile[1] + iota(tile, 1)
-            mask = shape.mask(tile, output, unit)
-            here, group = pl.ds(index * tile[1], tile[1]), unit // shape.group_units
-            scales = per_group(scale_ref, output, group, mask)
-            zeros = None if zero_ref is None else per_group(zero_ref, output, group, mask)
-            products = [
-                jnp.broadcast_to(x_ref[row, START, here][None, :], tile)
-                for row in range(shape.rows)
-            ]
-            for value, codes in enumerate(mantissas(words(shape, codes_ref, output, unit, mask))):
-                products = [
-                    multiply_add(codes, x_ref[row, value, here][None, :], product)
-                    for row, product in enumerate(products)
-                ]
-            if zeros is not None:
-                products = [
-                    product - zeros * x_ref[row, SUM, here][None, :]
-                    for row, product in enumerate(products)
-                ]
-            return tuple(map(lambda p, s: multiply_add(p, scales, s), products, sums))
+        def add(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            unit = step * tile[1] + iota(tile, 1)
+            outputs = [first + index * tile[0] + iota(tile, 0) for index in range(count)]
+            group = unit // shape.group_units
+            read = []
+            for output in outputs:
+                mask = shape.mask((config.outputs, tile[1]), output, unit)
+                numbers = [per_group(ref, output, group, mask) for ref in (scale_ref, *refs[:-1])]
+                read.append((words(shape, codes_ref, output, unit, mask), *numbers))
+            rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
+            starts = [_start(values, shape.bits, centre) for values in rows]
+            totals = [_sum(values) for values in rows] if zero is not None else []
+            found = []
+            for index, (codes, scales, *zeros) in enumerate(read):
+                products = list(starts)
+                for value, shifted in enumerate(shifted_values(codes)):
+                    products = [
+                        multiply_add(shifted, values[value], product)
+                        for values, product in zip(rows, products, strict=True)
+                    ]
+                for row, product in enumerate(products):
+                    if zeros:
+                        product = product - zeros[0] * totals[row]
+                    found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
+            return tuple(found)
 
-        sums = (jnp.zeros(tile, jnp.float32),) * shape.rows
-        sums = jax.lax.fori_loop(0, tiles, add, sums)
-        column = pl.program_id(0) * tile[0] + jax.lax.iota(jnp.int32, tile[0])
-        for row, total in enumerate(sums):
-            plt.store(
-                refs[-1].at[row, column],
-                jnp.sum(total, axis=1).astype(shape.dtype),
-                mask=column < shape.outputs if shape.outputs % tile[0] else None,
-            )
+        sums = (jnp.zeros(tile, jnp.float32),) * (count * shape.rows)
+        if steps <= UNROLLED:
+            for step in range(steps):
+                sums = add(step, sums)
+        else:
+            sums = jax.lax.fori_loop(0, steps, add, sums)
+        for row in range(shape.rows):
+            _store(shape, refs[-1], row, first, list(sums[row :: shape.rows]))
 
     return triton_call(
         kernel,
         num_warps=config.num_warps,
         num_stages=1,
         name="dequant_matmul_few_rows",
-        grid=(pl.cdiv(shape.outputs, tile[0]),),
+        grid=(pl.cdiv(shape.outputs, config.outputs),),
         out_shape=jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype),
     )(*arrays)
 
 
-def turned(
-    shape: Shape, x: Float[Array, "M I"], tiles: int, tile_units: int, centred: bool
-) -> Float[Array, "M 34 units"]:
-    """X by value of a unit and unit, multiplied; then where sums start, and the sum of x.
+def _inputs(
+    shape: Shape, x_ref: Any, row: int, tile: tuple[int, int], step: Any
+) -> list[Float[Array, "o u"]]:
+    """The inputs of units in float32, by value of a unit; the same for all outputs.
 
     Args:
         shape: of the call.
-        x: rows.
-        tiles: of units; those beyond the inputs are zero.
-        tile_units: units of a tile, a power of two.
-        centred: whether sums start so that the centre of the codes counts as zero, not code 0.
+        x_ref: rows.
+        row: which of them.
+        tile: outputs and units.
+        step: which tile of units.
     """
-    units = tiles * tile_units
-    count = min(TURNED_UNITS, tile_units)
-    tile = UNIT, count
-    centre = CENTRES[shape.bits] if centred else 0.0
+    size = (*tile, PIECE)
+    unit = step * tile[1] + jax.lax.broadcasted_iota(jnp.int32, size, 1)
+    values = []
+    for start in range(0, UNIT, PIECE):
+        column = unit * UNIT + (start + jax.lax.broadcasted_iota(jnp.int32, size, 2))
+        mask = None
+        if shape.inputs % UNIT:
+            mask = column < shape.inputs
+        elif shape.units % tile[1]:
+            mask = unit < shape.units
+        piece = load(x_ref, jnp.full(size, row, jnp.int32), column, mask=mask)
+        values += _parts(piece)
+    return [value.astype(jnp.float32) for value in values]
 
-    def kernel(x_ref: Any, multiplier_ref: Any, out_ref: Any) -> None:
-        row = pl.program_id(0)
-        value, unit = iota(tile, 0), pl.program_id(1) * count + iota(tile, 1)
-        column = unit * UNIT + value
-        wide = load(x_ref, row, column, mask=column < shape.inputs).astype(jnp.float32)
-        multiplied = wide * load(multiplier_ref, value)
-        plt.store(out_ref.at[row, value, unit], multiplied)
-        total, here = jnp.sum(wide, axis=0), pl.ds(pl.program_id(1) * count, count)
-        out_ref[row, START, here] = -(jnp.sum(multiplied, axis=0) + centre * total)
-        out_ref[row, SUM, here] = total
 
-    return triton_call(
-        kernel,
-        num_warps=4,
-        num_stages=1,
-        name="dequant_matmul_turn",
-        grid=(shape.rows, units // count),
-        out_shape=jax.ShapeDtypeStruct((shape.rows, UNIT + 2, units), jnp.float32),
-    )(x, jnp.asarray(multipliers(shape.bits), jnp.float32))
+def _parts(x: Array) -> list[Array]:
+    """Those along the last axis, whose size is a power of two, in order."""
+    if x.shape[-1] == 1:
+        return [x.reshape(x.shape[:-1])]
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    even, odd = (_parts(part) for part in jnp.unstack(pairs, axis=-1))
+    return [part for pair in zip(even, odd, strict=True) for part in pair]
+
+
+def _start(values: list[Array], bits: int, centre: float) -> Array:
+    """Where sums of products start: less what is on the values' way, and the centre of codes."""
+    start = jnp.zeros_like(values[0])
+    for value, offset in zip(values, offsets(bits), strict=True):
+        start = multiply_add(value, -(offset + centre), start)
+    return start
+
+
+def _sum(values: list[Array]) -> Array:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) -> None:
+    """Add over units and write.
+
+    Args:
+        shape: of the call.
+        out_ref: the result.
+        row: of it.
+        first: output of the program.
+        sums: for each of as many outputs as are met at once [outputs, units].
+    """
+    together = sums[0][..., None] if len(sums) == 1 else _stacked(sums)
+    size = together.shape[0], len(sums)
+    output = first + size[0] * iota(size, 1) + iota(size, 0)
+    plt.store(
+        out_ref.at[jnp.full(size, row, jnp.int32), output],
+        jnp.sum(together, axis=1).astype(shape.dtype),
+        mask=output < shape.outputs if shape.outputs % (size[0] * size[1]) else None,
+    )
+
+
+def _stacked(arrays: list[Array]) -> Array:
+    """Along a last axis, in order; as many as a power of two."""
+    shape = arrays[0].shape
+    while len(arrays) > 1:
+        half = len(arrays) // 2
+        arrays = [
+            jnp.stack(pair, axis=-1) for pair in zip(arrays[:half], arrays[half:], strict=True)
+        ]
+    return arrays[0].reshape(*shape, -1)

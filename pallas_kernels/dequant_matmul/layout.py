@@ -5,8 +5,10 @@ bits: a matrix [O I] is uint32 [O Q U], with Q bits a code and U = ceil(I / 32) 
 
     4 bits: value 8 i + j is in bits 4 j to 4 j + 3 of word i.
     8 bits: value 4 i + j is in bits 8 j to 8 j + 7 of word i.
-    3 bits: value 10 i + j is in bits 3 j to 3 j + 2 of word i, with j below 10. Bits 30 and 31 of
-        word i are bit i of values 30 and 31.
+    3 bits: value 10 i + j is in bits 3 j to 3 j + 2 of word i, with j below 10. Values 30 and 31
+        are in bits 30 and 31 of all words, where three shifts bring them together: bits 1 and 2 of
+        value 30 in word 0, its bit 0 and then bit 2 of value 31 in word 1, bits 0 and 1 of value
+        31 in word 2.
 
 The values of the last unit from I on are codes 0; whatever reads them must not count them.
 
@@ -142,7 +144,7 @@ def _fields(words: Any, first: Any, mask: int) -> Any:
 def _pieces(bits: int, value: int) -> list[tuple[int, int, int, int]]:
     """Where a value of a unit is: word, first bit in it, first bit of the code, number of bits."""
     if bits == 3 and value >= 30:
-        return [(word, value, word, 1) for word in range(3)]
+        return [(0, 30, 1, 2), (1, 30, 0, 1)] if value == 30 else [(1, 31, 2, 1), (2, 30, 0, 2)]
     fields = 32 // bits
     return [(value // fields, bits * (value % fields), 0, bits)]
 

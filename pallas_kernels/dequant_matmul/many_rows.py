@@ -14,7 +14,7 @@ from .._compat import dot, multiply_add, triton_call
 from .config import ManyRows
 from .layout import CENTRES
 from .operands import Shape, above_zero, inputs_of, iota, per_group, words, x_tile
-from .unit import joined, mantissas, multipliers
+from .unit import joined, offsets, shifted_values
 
 
 def product(
@@ -84,8 +84,8 @@ def _weights(
     """
     bits = len(words)
     values = []
-    for mantissa, multiplier in zip(mantissas(words), multipliers(bits), strict=True):
-        code = multiply_add(mantissa, multiplier, jnp.float32(-multiplier - CENTRES[bits]))
+    for value, above in zip(shifted_values(words), offsets(bits), strict=True):
+        code = value - jnp.float32(above + CENTRES[bits])
         weight = code * scales if offset is None else multiply_add(code, scales, offset)
         values.append(weight.astype(jnp.bfloat16))
     return joined(values)

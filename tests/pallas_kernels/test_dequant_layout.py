@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.dequant_matmul import layout
-from pallas_kernels.dequant_matmul.unit import centred, multipliers, positions, step
+from pallas_kernels.dequant_matmul.unit import centred, offsets, positions, step
 from pallas_kernels.testing import interpreted
 
 
@@ -51,8 +51,7 @@ def test_jax_gives_the_words_of_numpy(bits, inputs):
 def test_words_are_those_that_the_layout_names():
     three = np.array([i % 8 for i in range(30)] + [0b011, 0b110])
     words = [sum(int(three[10 * i + j]) << 3 * j for j in range(10)) for i in range(3)]
-    # Value 30 is 011 and value 31 is 110, their lowest bits in word 0.
-    words = [words[0] | 1 << 30, words[1] | 3 << 30, words[2] | 1 << 31]
+    words = [words[0] | 0b01 << 30, words[1] | 0b11 << 30, words[2] | 0b10 << 30]
     np.testing.assert_array_equal(layout.pack(three, 3)[:, 0], words)
     four = layout.pack(np.arange(32) % 16, 4)[:, 0]
     np.testing.assert_array_equal(four, [0x76543210, 0xFEDCBA98] * 2)
@@ -109,7 +108,7 @@ def test_values_inside_a_kernel_are_exact(bits):
 def test_fields_lie_inside_the_mantissa(bits):
     assert all(0 < position <= 23 - bits for position in positions(bits))
     # Beside 24 bits of a sum, what the 1 of a mantissa costs, in steps of the largest code.
-    assert max(multipliers(bits)) / 2**bits <= 2**9
+    assert max(offsets(bits)) / 2**bits <= 2**10
 
 
 @pytest.mark.parametrize(
