@@ -162,6 +162,25 @@ def as_mantissa(words: UInt[Array, "..."], mask: int, exponent: int) -> Float[Ar
     )[0]
 
 
+def assembled(
+    text: str, args: list[Array], constraints: str
+) -> Float[Array, "..."]:
+    """Several instructions on each element at once.
+
+    Args:
+        text: PTX, with $0 for the result and $1, $2, ... for the arguments.
+        args: of one shape.
+        constraints: LLVM's, of the result and each argument.
+    """
+    return plt.elementwise_inline_asm(
+        text,
+        args=args,
+        constraints=constraints,
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
+    )[0]
+
+
 def selected(a: UInt[Array, "..."], b: UInt[Array, "..."], mask: int) -> UInt[Array, "..."]:
     """Bits of `a` inside the mask and of `b` outside."""
     return b ^ ((a ^ b) & jnp.uint32(mask))

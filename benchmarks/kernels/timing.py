@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,41 +24,75 @@ def seconds_per_call(
     shared: Any,
     calls: int = CALLS_A_STEP,
 ) -> float:
-    """Median time of one call, many of them chained in one program.
+    """Median time of one call, many of them chained in one program; see `Chain`."""
+    return Chain.compiled(function, carry, inputs, shared, calls).seconds()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Calls that wait for each other, compiled as one program; compiling may be done in threads.
 
     A loop on the device runs all calls of its body as one graph, so the host's share is small and
     launches cost what they cost inside a decode loop.
 
-    Args:
-        function: (carry, input, shared) -> carry. What a call returns goes into the next.
-        carry: start of the chain.
-        inputs: one a call, taken in turn. Give so many that together they read more than the
-            device's L2 cache holds.
-        shared: arrays that every call takes.
-        calls: at least this many calls are unrolled in the loop's body; few where they are slow to
-            compile and long to run.
+    Attributes:
+        run: the program: so many rounds of its calls.
+        calls: of a round.
     """
-    step = jax.jit(function)
-    turns = list(inputs) * -(-calls // len(inputs))
 
-    @jax.jit
-    def chain(carry: Any, inputs: Sequence[Any], shared: Any, repeats: jax.Array) -> Any:
-        def body(_: jax.Array, carry: Any) -> Any:
-            for index in range(len(turns)):
-                carry = step(carry, inputs[index % len(inputs)], shared)
-            return carry
+    run: Callable[[int], None]
+    calls: int
 
-        return jax.lax.fori_loop(0, repeats, body, carry)
+    @classmethod
+    def compiled(
+        cls,
+        function: Callable[[Any, Any, Any], Any],
+        carry: Any,
+        inputs: Sequence[Any],
+        shared: Any,
+        calls: int = CALLS_A_STEP,
+    ) -> Chain:
+        """Compile; nothing is run.
 
-    def run(repeats: int) -> float:
-        count = jnp.int32(repeats)
+        Args:
+            function: (carry, input, shared) -> carry. What a call returns goes into the next.
+            carry: start of the chain.
+            inputs: one a call, taken in turn. Give so many that together they read more than the
+                device's L2 cache holds.
+            shared: arrays that every call takes.
+            calls: at least this many calls are unrolled in the loop's body; few where they are slow
+                to compile and long to run.
+        """
+        step = jax.jit(function)
+        count = len(inputs) * -(-calls // len(inputs))
+
+        @jax.jit
+        def chain(carry: Any, inputs: Sequence[Any], shared: Any, repeats: jax.Array) -> Any:
+            def body(_: jax.Array, carry: Any) -> Any:
+                for index in range(count):
+                    carry = step(carry, inputs[index % len(inputs)], shared)
+                return carry
+
+            return jax.lax.fori_loop(0, repeats, body, carry)
+
+        program = chain.lower(carry, inputs, shared, jnp.int32(1)).compile()
+
+        def run(repeats: int) -> None:
+            jax.block_until_ready(program(carry, inputs, shared, jnp.int32(repeats)))
+
+        return cls(run, count)
+
+    def seconds(self) -> float:
+        """Median time of one call."""
+        self.run(1)
+        repeats = max(1, round(SECONDS_A_RUN / self._time(1)))
+        median = statistics.median(self._time(repeats) for _ in range(RUNS))
+        return median / (repeats * self.calls)
+
+    def _time(self, repeats: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(chain(carry, inputs, shared, count))
+        self.run(repeats)
         return time.perf_counter() - start
-
-    run(1)
-    repeats = max(1, round(SECONDS_A_RUN / run(1)))
-    return statistics.median(run(repeats) for _ in range(RUNS)) / (repeats * len(turns))
 
 
 def copy_bytes_per_second() -> float:

@@ -19,7 +19,7 @@ from .._compat import multiply_add, triton_call
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .operands import Shape, iota, load, per_group, words
-from .unit import offsets, shifted_values
+from .unit import multiplied, offsets
 
 # So many bytes a thread reads at once.
 PIECE = 8
@@ -58,12 +58,10 @@ def product(
             totals = [_sum(values) for values in rows] if zero is not None else []
             found = []
             for index, (codes, scales, *zeros) in enumerate(read):
-                products = list(starts)
-                for value, shifted in enumerate(shifted_values(codes)):
-                    products = [
-                        multiply_add(shifted, values[value], product)
-                        for values, product in zip(rows, products, strict=True)
-                    ]
+                products = [
+                    multiplied(codes, values, start)
+                    for values, start in zip(rows, starts, strict=True)
+                ]
                 for row, product in enumerate(products):
                     if zeros:
                         product = product - zeros[0] * totals[row]

@@ -7,10 +7,11 @@ where those 2^(23 - p), the offsets, come off again.
 
 from __future__ import annotations
 
+from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
-from .._compat import as_mantissa, multiply_add, selected
+from .._compat import INTERPRETER, as_mantissa, assembled, current_target, multiply_add, selected
 from .layout import CENTRES, UNIT
 
 # By bits, for each field of a word in order: by how much the word is shifted left.
@@ -95,3 +96,36 @@ def _shifted(word: UInt[Array, "*s"], left: int) -> UInt[Array, "*s"]:
     if left == 0:
         return word
     return word << jnp.uint32(left) if left > 0 else word >> jnp.uint32(-left)
+
+
+def multiplied(words, xs, start):
+    """start + sum of (value + offset) * x, over a unit."""
+    bits=len(words); count=32//bits
+    if current_target().platform == INTERPRETER:
+        for shifted, x in zip(shifted_values(words), xs, strict=True):
+            start = multiply_add(shifted, x, start)
+        return start
+    lines=[]
+    names={}
+    # 0 result, 1..bits words, then xs, then start
+    X=lambda v: f"${1+bits+v}"
+    S=f"${1+bits+32}"
+    for w in range(bits):
+        for by in sorted({_shift(bits,w,i) for i in range(count)}):
+            if by==0: names[w,by]=f"${1+w}"; continue
+            names[w,by]=f"w{w}_{abs(by)}{'l' if by>0 else 'r'}"
+            lines.append(f".reg .b32 {names[w,by]}; {'shl' if by>0 else 'shr'}.b32 {names[w,by]}, ${1+w}, {abs(by)};" if by>0 else f".reg .b32 {names[w,by]}; shr.u32 {names[w,by]}, ${1+w}, {-by};")
+    src=[names[w,_shift(bits,w,i)] for w in range(bits) for i in range(count)]
+    if bits==3:
+        a,b,c=(names[w,_shift(3,w,count-1)] for w in range(3))
+        for nm,p_,q,m in(("t0",a,b,3<<21),("t1",b,c,1<<21)):
+            lines.append(f".reg .b32 {nm}; lop3.b32 {nm}, {p_}, {q}, {m}, 0xE4;"); src.append(nm)
+    lines.append(".reg .b32 v; .reg .f32 f, t; mov.f32 t, %s;"%S)
+    mask=2**bits-1
+    for v,(sname,p_) in enumerate(zip(src,positions(bits),strict=True)):
+        power=(127+23-p_)<<23
+        lines.append(f".reg .b32 m{v}; mov.b32 m{v}, {mask<<p_}; lop3.b32 v, {sname}, m{v}, {power}, 0xEA; mov.b32 f, v; fma.rn.f32 t, f, {X(v)}, t;")
+    lines.append("mov.f32 $0, t;")
+    text="{ "+" ".join(lines)+" }"
+    args=[lax.bitcast_convert_type(w,jnp.int32) for w in words]+list(xs)+[start]
+    return assembled(text,args,"=f,"+",".join(["r"]*bits+["f"]*33))
