@@ -6,7 +6,8 @@ import dataclasses
 
 FEW_ROWS = 4
 SOME_ROWS = 64
-ROUNDS = 3
+# From so many on, making a matrix in bfloat16 is the smaller part of its product.
+UNPACKED_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,22 @@ class ManyRows:
     num_stages: int = 3
 
 
-Config = FewRows | SomeRows | ManyRows
+@dataclasses.dataclass(frozen=True)
+class Unpacked:
+    """How the work is cut where a matrix is made in bfloat16 first.
+
+    Attributes:
+        outputs: outputs a program, a power of two.
+        units: units of each, a power of two.
+        num_warps: warps a program.
+    """
+
+    outputs: int = 16
+    units: int = 16
+    num_warps: int = 4
+
+
+Config = FewRows | SomeRows | ManyRows | Unpacked
 
 
 def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int) -> Config:
@@ -87,7 +103,7 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
         return FewRows(max(8, 64 // width), width, 2)
     if rows <= SOME_ROWS:
         return SomeRows(max(16, _power_of_two(rows)), 64, 1, max(2, group_units))
-    return ManyRows()
+    return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
 
 
 def _power_of_two(least: int) -> int:

@@ -10,11 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, UInt
 
-from .._compat import dot, multiply_add, triton_call
+from .._compat import dot, triton_call
 from .config import ManyRows
-from .layout import CENTRES
 from .operands import Shape, above_zero, inputs_of, iota, per_group, words, x_tile
-from .unit import joined, offsets, shifted_values
+from .unit import numbers
 
 
 def product(
@@ -43,7 +42,7 @@ def product(
             offset = None
             if zero_ref is not None:
                 offset = above_zero(shape, zero_ref, output, group, mask) * scales
-            weights = _weights(words(shape, codes_ref, output, unit, mask), scales, offset)
+            weights = numbers(words(shape, codes_ref, output, unit, mask), scales, offset)
             start, width = index * inputs_of(config.units), inputs_of(config.units)
             return total + dot(x_tile(shape, x_ref, row, start, width), weights.T)
 
@@ -69,23 +68,3 @@ def product(
         out_shape=jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype),
     )(*arrays)
 
-
-def _weights(
-    words: list[UInt[Array, "o u"]],
-    scales: Float[Array, "o u"],
-    offset: Float[Array, "o u"] | None,
-) -> Float[Array, "o i"]:
-    """The numbers that codes stand for, in bfloat16.
-
-    Args:
-        words: of units.
-        scales: of their groups.
-        offset: what the centre of the codes stands for; zero if None.
-    """
-    bits = len(words)
-    values = []
-    for value, above in zip(shifted_values(words), offsets(bits), strict=True):
-        code = value - jnp.float32(above + CENTRES[bits])
-        weight = code * scales if offset is None else multiply_add(code, scales, offset)
-        values.append(weight.astype(jnp.bfloat16))
-    return joined(values)

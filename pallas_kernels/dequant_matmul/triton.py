@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array, Float, UInt
 
 from .._compat import Target, current_target, triton_refusals
-from . import few_rows, many_rows, reference, some_rows
-from .config import Config, FewRows, SomeRows, heuristic
+from . import few_rows, many_rows, reference, some_rows, unpacked
+from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic
 from .layout import UNIT
 from .operands import Shape
 from .specs import RESULTS, SCALES
+
+PRODUCTS: dict[type[Config], Callable[..., Any]] = {
+    FewRows: few_rows.product,
+    SomeRows: some_rows.product,
+    ManyRows: many_rows.product,
+    Unpacked: unpacked.product,
+}
 
 
 def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
@@ -52,11 +60,7 @@ def dequant_matmul(
     if config is None:
         cores = current_target().cores
         config = heuristic(cores, rows, outputs, units, shape.group_units)
-    kernel: Any = many_rows
-    if isinstance(config, FewRows):
-        kernel = few_rows
-    elif isinstance(config, SomeRows):
-        kernel = some_rows
+    product = PRODUCTS[type(config)]
     flat = x.reshape(rows, inputs)
-    y = kernel.product(shape, flat, codes.reshape(outputs, -1), scale, zero, config)
+    y = product(shape, flat, codes.reshape(outputs, -1), scale, zero, config)
     return y.reshape(*x.shape[:-1], outputs)

@@ -73,6 +73,70 @@ def centred(words: list[UInt[Array, "o u"]]) -> Float[Array, "o i"]:
     return joined(values)
 
 
+def numbers(
+    words: list[UInt[Array, "o u"]],
+    scales: Float[Array, "o u"],
+    offset: Float[Array, "o u"] | None,
+) -> Float[Array, "o i"]:
+    """The numbers that codes of units stand for, in bfloat16.
+
+    Args:
+        words: see `shifted_values`.
+        scales: of their groups.
+        offset: what the centre of the codes stands for; zero if None.
+    """
+    bits = len(words)
+    values = []
+    for value, above in zip(shifted_values(words), offsets(bits), strict=True):
+        code = value - jnp.float32(above + CENTRES[bits])
+        number = code * scales if offset is None else multiply_add(code, scales, offset)
+        values.append(number.astype(jnp.bfloat16))
+    return joined(values)
+
+
+def multiplied(
+    words: list[UInt[Array, "*s"]], xs: list[Float[Array, "*s"]], start: Float[Array, "*s"]
+) -> Float[Array, "*s"]:
+    """start + the sum over units of x times what `shifted_values` gives."""
+    if current_target().platform == INTERPRETER:
+        for value, x in zip(shifted_values(words), xs, strict=True):
+            start = multiply_add(value, x, start)
+        return start
+    # All in one, since a kernel of a thousand operations takes seconds to compile.
+    bits = len(words)
+    constraints = ",".join(["=f", *["r"] * bits, *["f"] * (UNIT + 1)])
+    integers = [lax.bitcast_convert_type(word, jnp.int32) for word in words]
+    return assembled(_multiplied(bits), [*integers, *xs, start], constraints)
+
+
+def _multiplied(bits: int) -> str:
+    """The instructions of `multiplied`; its arguments are $1, $2, ... and its result $0."""
+    count, mask = 32 // bits, 2**bits - 1
+    lines, fields = [".reg .b32 field, mask;", ".reg .f32 value, sum;"], []
+    for word in range(bits):
+        for left in {_shift(bits, word, field) for field in range(count)}:
+            name, operation = _moved(word, left), "shl" if left > 0 else "shr"
+            lines.append(f".reg .b32 {name}; {operation}.b32 {name}, ${1 + word}, {abs(left)};")
+        fields += [_moved(word, _shift(bits, word, field)) for field in range(count)]
+    if bits == 3:
+        first, second, third = (_moved(word, _shift(3, word, count - 1)) for word in range(3))
+        for name, high, low, inside in (("v30", first, second, 6), ("v31", second, third, 2)):
+            lines.append(f".reg .b32 {name}, mask_{name}; mov.b32 mask_{name}, {inside << 20};")
+            lines.append(f"lop3.b32 {name}, {high}, {low}, mask_{name}, 0xE4;")
+            fields.append(name)
+    lines.append(f"mov.f32 sum, ${1 + bits + UNIT};")
+    for value, (field, position) in enumerate(zip(fields, positions(bits), strict=True)):
+        power = (127 + 23 - position) << 23
+        lines.append(f"mov.b32 mask, {mask << position};")
+        lines.append(f"lop3.b32 field, {field}, mask, {power}, 0xEA; mov.b32 value, field;")
+        lines.append(f"fma.rn.f32 sum, value, ${1 + bits + value}, sum;")
+    return "{ " + " ".join([*lines, "mov.f32 $0, sum;"]) + " }"
+
+
+def _moved(word: int, left: int) -> str:
+    return f"w{word}_{'left' if left > 0 else 'right'}_{abs(left)}"
+
+
 def step(bits: int) -> float:
     """Size of a step of `centred`, in codes: 0.5 where the centre is between two of them."""
     return 0.5 if CENTRES[bits] % 1 else 1.0
@@ -97,35 +161,3 @@ def _shifted(word: UInt[Array, "*s"], left: int) -> UInt[Array, "*s"]:
         return word
     return word << jnp.uint32(left) if left > 0 else word >> jnp.uint32(-left)
 
-
-def multiplied(words, xs, start):
-    """start + sum of (value + offset) * x, over a unit."""
-    bits=len(words); count=32//bits
-    if current_target().platform == INTERPRETER:
-        for shifted, x in zip(shifted_values(words), xs, strict=True):
-            start = multiply_add(shifted, x, start)
-        return start
-    lines=[]
-    names={}
-    # 0 result, 1..bits words, then xs, then start
-    X=lambda v: f"${1+bits+v}"
-    S=f"${1+bits+32}"
-    for w in range(bits):
-        for by in sorted({_shift(bits,w,i) for i in range(count)}):
-            if by==0: names[w,by]=f"${1+w}"; continue
-            names[w,by]=f"w{w}_{abs(by)}{'l' if by>0 else 'r'}"
-            lines.append(f".reg .b32 {names[w,by]}; {'shl' if by>0 else 'shr'}.b32 {names[w,by]}, ${1+w}, {abs(by)};" if by>0 else f".reg .b32 {names[w,by]}; shr.u32 {names[w,by]}, ${1+w}, {-by};")
-    src=[names[w,_shift(bits,w,i)] for w in range(bits) for i in range(count)]
-    if bits==3:
-        a,b,c=(names[w,_shift(3,w,count-1)] for w in range(3))
-        for nm,p_,q,m in(("t0",a,b,3<<21),("t1",b,c,1<<21)):
-            lines.append(f".reg .b32 {nm}; lop3.b32 {nm}, {p_}, {q}, {m}, 0xE4;"); src.append(nm)
-    lines.append(".reg .b32 v; .reg .f32 f, t; mov.f32 t, %s;"%S)
-    mask=2**bits-1
-    for v,(sname,p_) in enumerate(zip(src,positions(bits),strict=True)):
-        power=(127+23-p_)<<23
-        lines.append(f".reg .b32 m{v}; mov.b32 m{v}, {mask<<p_}; lop3.b32 v, {sname}, m{v}, {power}, 0xEA; mov.b32 f, v; fma.rn.f32 t, f, {X(v)}, t;")
-    lines.append("mov.f32 $0, t;")
-    text="{ "+" ".join(lines)+" }"
-    args=[lax.bitcast_convert_type(w,jnp.int32) for w in words]+list(xs)+[start]
-    return assembled(text,args,"=f,"+",".join(["r"]*bits+["f"]*33))

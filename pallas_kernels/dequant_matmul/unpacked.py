@@ -1,0 +1,106 @@
+"""Many rows, the other way: the matrix is made in bfloat16, and XLA multiplies.
+
+Making it costs what reading codes and writing bfloat16 costs, once however many rows there are, and
+XLA's product is faster than one whose weights are decoded for every tile of rows. Large matrices
+are made part by part, so that no more than `PART_BYTES` are in bfloat16 at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int, UInt
+
+from .._compat import triton_call
+from .config import Unpacked
+from .operands import Shape, above_zero, inputs_of, iota, per_group, words
+from .unit import numbers
+
+PART_BYTES = 1 << 26
+
+
+def product(
+    shape: Shape,
+    x: Float[Array, "M I"],
+    codes: UInt[Array, "O words"],
+    scale: Float[Array, "O J"],
+    zero: Float[Array, "O J"] | None,
+    config: Unpacked,
+) -> Float[Array, "M O"]:
+    """See `api.dequant_matmul`."""
+    arrays = (codes, scale) if zero is None else (codes, scale, zero)
+    count = _outputs_of_a_part(shape, config)
+
+    def part(first: Int[Array, ""]) -> Float[Array, "M o"]:
+        weight = _matrix(shape, first, count, arrays, config)
+        return jnp.einsum("mi,oi->mo", x, weight, preferred_element_type=shape.dtype)
+
+    if count == shape.outputs:
+        return part(jnp.int32(0))
+
+    def add(index: Array, y: Float[Array, "M O"]) -> Float[Array, "M O"]:
+        # The last part begins early enough to be a whole one.
+        first = jnp.minimum(index * count, shape.outputs - count)
+        return jax.lax.dynamic_update_slice_in_dim(y, part(first), first, axis=1)
+
+    y = jnp.zeros((shape.rows, shape.outputs), shape.dtype)
+    return jax.lax.fori_loop(0, pl.cdiv(shape.outputs, count), add, y)
+
+
+def _outputs_of_a_part(shape: Shape, config: Unpacked) -> int:
+    most = PART_BYTES // (2 * shape.inputs) // config.outputs * config.outputs
+    return min(shape.outputs, max(config.outputs, most))
+
+
+def _matrix(
+    shape: Shape,
+    first: Int[Array, ""],
+    count: int,
+    arrays: tuple[Array, ...],
+    config: Unpacked,
+) -> Float[Array, "o I"]:
+    """Numbers of so many outputs from the first on, in bfloat16.
+
+    Args:
+        shape: of the call.
+        first: output.
+        count: of outputs.
+        arrays: codes, scales and perhaps zero points of all outputs.
+        config: see there.
+    """
+    block = config.outputs, config.units
+    tile = config.outputs, inputs_of(config.units)
+
+    def kernel(first_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
+        row, unit = (
+            pl.program_id(axis) * size + iota(block, axis) for axis, size in enumerate(block)
+        )
+        output, group = first_ref[()] + row, unit // shape.group_units
+        mask = shape.mask(block, output, unit)
+        scales = per_group(scale_ref, output, group, mask)
+        offset = None
+        if len(refs) > 1:
+            offset = above_zero(shape, refs[0], output, group, mask) * scales
+        weights = numbers(words(shape, codes_ref, output, unit, mask), scales, offset)
+        rows = pl.program_id(0) * tile[0] + iota(tile, 0)
+        columns = pl.program_id(1) * tile[1] + iota(tile, 1)
+        inside = None
+        if count % tile[0]:
+            inside = rows < count
+        if shape.inputs % tile[1]:
+            exists = columns < shape.inputs
+            inside = exists if inside is None else inside & exists
+        plt.store(refs[-1].at[rows, columns], weights, mask=inside)
+
+    return triton_call(
+        kernel,
+        num_warps=config.num_warps,
+        num_stages=1,
+        name="dequant_matmul_unpack",
+        grid=(pl.cdiv(count, block[0]), pl.cdiv(shape.units, block[1])),
+        out_shape=jax.ShapeDtypeStruct((count, shape.inputs), jnp.bfloat16),
+    )(first, *arrays)
