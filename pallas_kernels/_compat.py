@@ -146,8 +146,8 @@ def as_mantissa(words: UInt[Array, "..."], mask: int, exponent: int) -> Float[Ar
 
     Args:
         words: uint32.
-        mask: bits below 23. A field of value v at bit p gives 2^exponent + v * 2^(exponent + p - 23).
-        exponent: of the power of two that they are added to.
+        mask: bits below 23.
+        exponent: of the power of two that is added. With 23 - p, a field at bit p gives its value.
     """
     power = (127 + exponent) << 23
     if current_target().platform == INTERPRETER:
@@ -162,9 +162,7 @@ def as_mantissa(words: UInt[Array, "..."], mask: int, exponent: int) -> Float[Ar
     )[0]
 
 
-def assembled(
-    text: str, args: list[Array], constraints: str
-) -> Float[Array, "..."]:
+def assembled(text: str, args: list[Array], constraints: str) -> Float[Array, "..."]:
     """Several instructions on each element at once.
 
     Args:

@@ -31,7 +31,14 @@ from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import Chain
 from pallas_kernels._compat import current_target
 from pallas_kernels.dequant_matmul import api, layout, triton
-from pallas_kernels.dequant_matmul.config import Config, FewRows, ManyRows, SomeRows, heuristic
+from pallas_kernels.dequant_matmul.config import (
+    Config,
+    FewRows,
+    ManyRows,
+    SomeRows,
+    Unpacked,
+    heuristic,
+)
 from pallas_kernels.dequant_matmul.specs import SPECS, Spec
 
 SECONDS = 75
@@ -42,24 +49,27 @@ THREADS = 8
 CHECKED_OUTPUTS = 4096
 FEW = [
     FewRows(outputs, units, warps)
-    for units, warps in ((64, 2), (32, 1), (128, 4), (16, 1), (64, 4), (32, 2))
+    for units, warps, most in ((64, 2, 16), (32, 1, 16), (128, 4, 8), (16, 1, 16), (64, 4, 16))
     for outputs in (4, 8, 16)
-    if outputs >= 32 * warps // units
+    if outputs <= most
 ]
 SOME = [
-    SomeRows(16, outputs, splits, warps, stages)
-    for outputs, warps in ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
-    for splits in (1, 2, 4)
-    for stages in (1, 2)
+    *(SomeRows(16, 64, 1, 4, stages) for stages in (1, 2, 3, 4, 6)),
+    *(SomeRows(16, 64, 2, 4, stages) for stages in (2, 4)),
+    *(SomeRows(16, 32, 1, 2, stages) for stages in (1, 3, 5)),
+    SomeRows(16, 64, 4, 4, 3),
+    SomeRows(16, 128, 2, 4, 3),
+    SomeRows(16, 128, 1, 8, 4),
 ]
 MANY = [
-    ManyRows(128, 128, 2, 8, 2),
-    ManyRows(128, 128, 4, 8, 2),
+    ManyRows(),
     ManyRows(128, 128, 4, 8, 3),
-    ManyRows(256, 64, 2, 8, 3),
     ManyRows(256, 128, 2, 8, 3),
     ManyRows(128, 256, 2, 8, 3),
-    ManyRows(128, 128, 2, 4, 3),
+    Unpacked(16, 16, 4),
+    Unpacked(32, 16, 4),
+    Unpacked(8, 64, 8),
+    Unpacked(16, 64, 8),
 ]
 SWEPT = (
     "1 row, 12288x2048",
@@ -68,6 +78,7 @@ SWEPT = (
     "1 row, head, 4 bits",
     "4 rows, 12288x2048",
     "16 rows, 12288x2048",
+    "256 rows, 12288x2048",
     "4096 rows, 12288x2048",
 )
 Arrays = tuple[Any, ...]
@@ -184,7 +195,8 @@ def sweep(spec: Spec) -> list[dict[str, Any]]:
     """Times of other configurations, the fastest first."""
     cuts: Sequence[Config] = SOME if spec.rows <= 64 else MANY
     if spec.rows <= 4:
-        cuts = FEW if spec.rows == 1 else [*FEW, *SOME]
+        widest = 2 * layout.unit_count(spec.inputs)
+        cuts = [cut for cut in FEW if cut.units < widest] + ([] if spec.rows == 1 else SOME)
     (x, weights), rows = coded(spec), []
 
     def compiled(config: Config) -> Chain | str:

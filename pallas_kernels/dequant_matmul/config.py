@@ -39,15 +39,16 @@ class SomeRows:
         outputs: outputs a program, a power of two.
         splits: into how many parts the inputs are cut; parts are summed by a further launch.
         num_warps: warps a program. Where a thread has two units of a group, it stores what it
-            decodes in long words; with fewer than one, threads repeat each other's work.
+            decodes in long words; with fewer than one, threads repeat each other's work. With
+            four, each 64 outputs are one instruction of the tensor cores.
         num_stages: see `_compat.triton_call`.
     """
 
     rows: int = 16
     outputs: int = 64
     splits: int = 1
-    num_warps: int = 2
-    num_stages: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +100,12 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
     """
     if rows <= FEW_ROWS:
         # Threads hold all rows' inputs of their unit, and the sums of their outputs.
-        width = min(64, _power_of_two(units))
-        return FewRows(max(8, 64 // width), width, 2)
+        width = min(128, _power_of_two(units))
+        warps = max(1, width // 32)
+        return FewRows(max(8, 32 * warps // width), width, warps)
     if rows <= SOME_ROWS:
-        return SomeRows(max(16, _power_of_two(rows)), 64, 1, max(2, group_units))
+        warps = 4 if group_units > 1 else 2
+        return SomeRows(max(16, _power_of_two(rows)), 64, num_warps=warps)
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
 
 

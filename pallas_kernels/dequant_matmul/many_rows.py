@@ -67,4 +67,3 @@ def product(
         grid=(pl.cdiv(shape.rows, tile[0]), pl.cdiv(shape.outputs, tile[1])),
         out_shape=jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype),
     )(*arrays)
-

@@ -25,7 +25,8 @@ def product(
     config: SomeRows,
 ) -> Float[Array, "M O"]:
     """See `api.dequant_matmul`."""
-    tile = config.rows, config.outputs
+    # Outputs first: then what is decoded is stored as it lies in registers.
+    tile = config.outputs, config.rows
     block = config.outputs, shape.group_units
     width, groups = inputs_of(shape.group_units), pl.cdiv(shape.units, shape.group_units)
     share = pl.cdiv(groups, config.splits)
@@ -35,31 +36,31 @@ def product(
 
     def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
         zero_ref = None if zero is None else refs[0]
-        split, first = pl.program_id(2), pl.program_id(0) * tile[1]
-        row = pl.program_id(1) * tile[0] + jax.lax.iota(jnp.int32, tile[0])
-        output = first + jax.lax.iota(jnp.int32, tile[1])
-        exists = output < shape.outputs if shape.outputs % tile[1] else None
+        split, first = pl.program_id(2), pl.program_id(0) * tile[0]
+        row = pl.program_id(1) * tile[1] + jax.lax.iota(jnp.int32, tile[1])
+        output = first + jax.lax.iota(jnp.int32, tile[0])
+        exists = output < shape.outputs if shape.outputs % tile[0] else None
 
-        def add(group: Array, total: Float[Array, "m o"]) -> Float[Array, "m o"]:
+        def add(group: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
             unit = group * block[1] + iota(block, 1)
             outputs = first + iota(block, 0)
             mask = shape.mask(block, outputs, unit)
             codes = centred(words(shape, codes_ref, outputs, unit, mask))
             part = x_tile(shape, x_ref, row, group * width, width)
-            partial, factor = dot(part, codes.T), step(shape.bits)
+            partial, factor = dot(codes, part.T), step(shape.bits)
             if zero_ref is not None:
                 above = above_zero(shape, zero_ref, output, group, exists)
                 sums = jnp.sum(part.astype(jnp.float32), axis=1)
-                partial = partial * factor + sums[:, None] * above[None, :]
+                partial = partial * factor + above[:, None] * sums[None, :]
                 factor = 1.0
             scales = per_group(scale_ref, output, group, exists) * factor
-            return total + partial * scales[None, :]
+            return total + partial * scales[:, None]
 
         stop = jnp.minimum((split + 1) * share, groups)
         total = jax.lax.fori_loop(split * share, stop, add, jnp.zeros(tile, jnp.float32))
         rows, columns = (
-            jnp.broadcast_to(row[:, None], tile),
-            jnp.broadcast_to(output[None, :], tile),
+            jnp.broadcast_to(row[None, :], tile),
+            jnp.broadcast_to(output[:, None], tile),
         )
         plt.store(
             refs[-1].at[split, rows, columns],
@@ -72,7 +73,7 @@ def product(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         name="dequant_matmul_some_rows",
-        grid=(pl.cdiv(shape.outputs, tile[1]), pl.cdiv(shape.rows, tile[0]), splits),
+        grid=(pl.cdiv(shape.outputs, tile[0]), pl.cdiv(shape.rows, tile[1]), splits),
         out_shape=jax.ShapeDtypeStruct((splits, shape.rows, shape.outputs), dtype),
     )(*arrays)
     return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(shape.dtype)

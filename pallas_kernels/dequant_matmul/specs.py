@@ -81,6 +81,7 @@ SPECS = {
     "16 rows, 12288x2048, groups of 32, zero": Spec(16, 12288, 2048, 3, 32, zero=True),
     "64 rows, 12288x2048": Spec(64, 12288, 2048),
     "16 rows, head, 4 bits": Spec(16, 248320, 2048, 4, result="float32"),
+    "256 rows, 12288x2048": Spec(256, 12288, 2048),
     "4096 rows, 12288x2048": Spec(4096, 12288, 2048),
     "4096 rows, 2048x4096, 8 bits, zero": Spec(4096, 2048, 4096, 8, 64, zero=True),
     "515 rows, 1000x1000": Spec(515, 1000, 1000, 3, 64, scale="float32", result="float32"),

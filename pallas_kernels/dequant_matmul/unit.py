@@ -7,8 +7,8 @@ where those 2^(23 - p), the offsets, come off again.
 
 from __future__ import annotations
 
-from jax import lax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from .._compat import INTERPRETER, as_mantissa, assembled, current_target, multiply_add, selected
@@ -97,7 +97,7 @@ def numbers(
 def multiplied(
     words: list[UInt[Array, "*s"]], xs: list[Float[Array, "*s"]], start: Float[Array, "*s"]
 ) -> Float[Array, "*s"]:
-    """start + the sum over units of x times what `shifted_values` gives."""
+    """Start + the sum over units of x times what `shifted_values` gives."""
     if current_target().platform == INTERPRETER:
         for value, x in zip(shifted_values(words), xs, strict=True):
             start = multiply_add(value, x, start)
@@ -160,4 +160,3 @@ def _shifted(word: UInt[Array, "*s"], left: int) -> UInt[Array, "*s"]:
     if left == 0:
         return word
     return word << jnp.uint32(left) if left > 0 else word >> jnp.uint32(-left)
-
