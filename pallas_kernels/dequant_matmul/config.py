@@ -102,7 +102,10 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
         # Threads hold all rows' inputs of their unit, and the sums of their outputs.
         width = min(128, _power_of_two(units))
         warps = max(1, width // 32)
-        return FewRows(max(8, 32 * warps // width), width, warps)
+        count, least = 8, 32 * warps // width
+        while count > least and outputs < count * cores:
+            count //= 2
+        return FewRows(max(count, least), width, warps)
     if rows <= SOME_ROWS:
         warps = 4 if group_units > 1 else 2
         return SomeRows(max(16, _power_of_two(rows)), 64, num_warps=warps)

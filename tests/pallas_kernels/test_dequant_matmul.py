@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,21 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200, Target, lower_for_cuda
-from pallas_kernels.dequant_matmul import api, dequant_matmul, layout, reference, triton
-from pallas_kernels.dequant_matmul.config import FewRows, ManyRows, SomeRows, heuristic
+from pallas_kernels.dequant_matmul import (
+    api,
+    dequant_matmul,
+    layout,
+    reference,
+    triton,
+    unpacked,
+)
+from pallas_kernels.dequant_matmul.config import (
+    FewRows,
+    ManyRows,
+    SomeRows,
+    Unpacked,
+    heuristic,
+)
 from pallas_kernels.dequant_matmul.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, norm_error
 
@@ -85,20 +99,24 @@ def test_reference_equals_the_formula(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_equals_the_formula(name):
-    with interpreted():
+    # Many multiprocessors make programs of few outputs, which compile sooner.
+    with interpreted(cores=37):
         check(CASES[name], "triton")
 
 
 # Three tiles or more along each axis, the last ones not full; and multiples of the tile.
 CUTS = {
-    "few rows": (small(3, 3, 32, inputs=520, zero=True), FewRows(8, 8, 1)),
-    "few rows, whole tiles": (small(1, 4, 64, inputs=512, outputs=32), FewRows(8, 8, 1)),
+    "few rows": (small(2, 3, 32, inputs=520, zero=True), FewRows(8, 8, 1)),
+    "few rows, whole tiles": (small(1, 4, 64, inputs=512, outputs=16), FewRows(4, 8, 1)),
+    "few rows, many tiles": (small(1, 8, 128, inputs=1340, outputs=5), FewRows(4, 8, 1)),
     "some rows": (small(33, 3, 64, zero=True, outputs=70), SomeRows(16, 32)),
     "some rows, split": (
         small(7, 8, 32, inputs=520, outputs=32, scale="float32"),
         SomeRows(16, 32, 3),
     ),
     "many rows": (small(70, 3, 64, zero=True), ManyRows(32, 16, 4)),
+    "unpacked": (small(66, 3, 32, zero=True), Unpacked(16, 4, 1)),
+    "unpacked, whole tiles": (small(66, 8, 64, inputs=384, outputs=48), Unpacked(16, 4, 1)),
     "many rows, whole tiles": (small(96, 4, 128, inputs=384, outputs=48), ManyRows(32, 16, 4)),
 }
 
@@ -107,6 +125,19 @@ CUTS = {
 def test_several_tiles(name):
     with interpreted():
         check(CUTS[name][0], None, CUTS[name][1])
+
+
+def test_a_large_matrix_is_made_part_by_part(monkeypatch):
+    """Three parts of 32 outputs, of which the last two overlap."""
+    monkeypatch.setattr(unpacked, "PART_BYTES", 2 * 300 * 32)
+    spec = small(66, 4, 128, zero=True, outputs=85)
+    with interpreted():
+        check(spec, None, Unpacked(16, 16, 1))
+        run = functools.partial(
+            triton.dequant_matmul, config=Unpacked(16, 16, 1), **spec.settings()
+        )
+        made = re.findall(r"bf16\[(\d+),300\]", str(jax.make_jaxpr(run)(*drawn(spec)[0])))
+    assert max(int(outputs) for outputs in made if outputs != "66") == 32
 
 
 @pytest.mark.gpu
@@ -251,7 +282,8 @@ def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
 
 
 @pytest.mark.parametrize(
-    ("rows", "kind"), [(1, FewRows), (4, FewRows), (5, SomeRows), (64, SomeRows), (65, ManyRows)]
+    ("rows", "kind"),
+    [(1, FewRows), (4, FewRows), (5, SomeRows), (64, SomeRows), (65, ManyRows), (256, Unpacked)],
 )
 def test_rows_decide_the_kernel(rows, kind):
     assert isinstance(heuristic(132, rows, 12288, 64, 4), kind)
