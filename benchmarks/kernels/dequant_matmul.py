@@ -48,10 +48,11 @@ CALLS, MANY_CALLS = 16, 4
 THREADS = 8
 CHECKED_OUTPUTS = 4096
 FEW = [
-    FewRows(outputs, units, warps)
-    for units, warps, most in ((64, 2, 16), (32, 1, 16), (128, 4, 8), (16, 1, 16), (64, 4, 16))
-    for outputs in (4, 8, 16)
-    if outputs <= most
+    *(FewRows(outputs, 128, 4) for outputs in (4, 8)),
+    *(FewRows(outputs, 64, 2) for outputs in (4, 8, 16)),
+    *(FewRows(outputs, 64, 4) for outputs in (8, 16)),
+    *(FewRows(outputs, 32, 1) for outputs in (4, 8)),
+    *(FewRows(outputs, 16, 1) for outputs in (4, 8, 16)),
 ]
 SOME = [
     *(SomeRows(16, 64, 1, 4, stages) for stages in (1, 2, 3, 4, 6)),
@@ -196,7 +197,9 @@ def sweep(spec: Spec) -> list[dict[str, Any]]:
     cuts: Sequence[Config] = SOME if spec.rows <= 64 else MANY
     if spec.rows <= 4:
         widest = 2 * layout.unit_count(spec.inputs)
-        cuts = [cut for cut in FEW if cut.units < widest] + ([] if spec.rows == 1 else SOME)
+        cuts = [cut for cut in FEW if cut.units < widest]
+        if spec.rows > 1:
+            cuts = [*(cut for cut in cuts if cut.outputs <= 8), *SOME]
     (x, weights), rows = coded(spec), []
 
     def compiled(config: Config) -> Chain | str:

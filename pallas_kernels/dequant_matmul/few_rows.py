@@ -21,9 +21,9 @@ from .layout import CENTRES, UNIT
 from .operands import Shape, iota, load, per_group, words
 from .unit import multiplied, offsets
 
-# So many bytes a thread reads at once.
+# So many inputs a thread reads at once: 16 bytes.
 PIECE = 8
-UNROLLED = 4
+UNROLLED = 2
 
 
 def product(
