@@ -8,8 +8,8 @@ the same matrix in bfloat16, and from 65 rows on beside XLA's product with a mat
 the codes in the same call. Matrices are rotated over more than 200 MB, and the time of making a
 call wait for the one before is taken off. "of copy" is the share of the bandwidth of a 4 GiB copy
 that the bytes of the call make. With `--sweep`, other ways to cut the work are timed too, of fewer
-cases. Without `--output`, the JSON goes into the folder that $OUT names, if it names one. Exits with 1 if a case
-is wrong.
+cases. Without `--output`, the JSON goes into the folder that $OUT names, if it names one. Exits
+with 1 if a case is wrong.
 """
 
 from __future__ import annotations

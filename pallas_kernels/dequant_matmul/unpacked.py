@@ -83,7 +83,7 @@ def _matrix(
         mask = shape.mask(block, output, unit)
         scales = per_group(scale_ref, output, group, mask)
         offset = None
-        if len(refs) > 1:
+        if len(arrays) > 2:
             offset = above_zero(shape, refs[0], output, group, mask) * scales
         weights = numbers(words(shape, codes_ref, output, unit, mask), scales, offset)
         rows = pl.program_id(0) * tile[0] + iota(tile, 0)
