@@ -98,9 +98,9 @@ def unpack(codes: Any, inputs: int) -> Any:
     values = _fields(words, xp.arange(fields, dtype=xp.uint32) * xp.uint32(bits), 2**bits - 1)
     values = values.reshape(*words.shape[:-2], bits * fields)
     if bits == 3:
-        top = _fields(words, xp.arange(30, 32, dtype=xp.uint32), 1)
-        top = [top[..., word, :] << xp.uint32(word) for word in range(3)]
-        values = xp.concatenate([values, top[0] | top[1] | top[2]], axis=-1)
+        first, second, third = (words[..., word, :] >> xp.uint32(30) for word in range(3))
+        last = (first << 1) | (second & 1), ((second & 2) << 1) | third
+        values = xp.concatenate([values, *last], axis=-1)
     values = values.astype(xp.uint8)
     return values.reshape(*codes.shape[:-2], units * UNIT)[..., :inputs]
 
