@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
             parser.add_argument(flag, choices=("triton", "reference"))
         elif field.name == "kv_cache_dtype":
             parser.add_argument(flag, choices=("int8",))
+        elif field.name == "recipe":
+            parser.add_argument(flag, help="put the random weights into codes, such as q3")
         elif field.name == "revision":
             parser.add_argument(flag, help="branch, tag or commit of a Hub model")
         elif field.name != "model":
