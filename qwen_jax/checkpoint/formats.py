@@ -112,12 +112,12 @@ def read_scheme(path: Path, keys: Iterable[str]) -> Scheme:
             return Scheme.from_config(details)
         except CheckpointError as error:
             raise CheckpointError(f"{path / 'config.json'}: {error}") from None
-    refuse_quantised(path, keys)
-    if holds:
+    if holds and _declared(config) is None:
         raise CheckpointError(
             f"{path} holds tensors in codes, but its config.json has no quantization_config that "
             "says how to read them; fetch the config.json of the same release"
         )
+    refuse_quantised(path, keys)
     return Scheme()
 
 

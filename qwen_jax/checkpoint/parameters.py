@@ -163,10 +163,10 @@ def _check_targets(plan: LoadPlan, targets: Mapping[str, Abstract]) -> None:
 def _code_faults(source: Source, target: Abstract) -> list[str]:
     """What is wrong with the target of a tensor in codes, or with codes as target of another."""
     if source.scheme is None or not isinstance(target, QTensor):
-        coded = isinstance(target, QTensor)
-        if coded is (source.scheme is not None):
+        if source.scheme is None and not isinstance(target, QTensor):
             return []
-        return [f"{source.path} is {'not ' * coded}in codes, the target {'not ' * (not coded)}"]
+        one, other = ("", "not") if source.scheme is not None else ("not ", "is")
+        return [f"{source.path} is {one}in codes, the target {other}"]
     expected = parts_of(abstract_qtensor(source.shape, source.scheme))
     given = parts_of(target)
     if {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()} != {
