@@ -55,7 +55,8 @@ def parse_key(key: str) -> Key:
     if rest[-2:] == ["rotary_emb", "inv_freq"]:
         return Key("rotary", key)
     path = ".".join(rest)
-    known = prefix in HEAD_PREFIXES if path == HEAD else prefix in PREFIXES
+    head = path == HEAD or path.startswith(f"{HEAD}.")  # the latter for a part of its codes
+    known = prefix in HEAD_PREFIXES if head else prefix in PREFIXES
     return Key("text", path, prefix) if known else Key("unknown", key)
 
 

@@ -212,7 +212,7 @@ def _sort_keys(
             problems.add("duplicate", f"{show(found[path])} and {show(key)} are one tensor")
         else:
             found[path] = key
-            if path == HEAD:
+            if path == HEAD or path.startswith(f"{HEAD}."):
                 head_prefix = prefix
             elif kind == "text":
                 prefixes[prefix] += 1

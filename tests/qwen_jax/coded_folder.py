@@ -30,7 +30,7 @@ CONFIG = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 36,
     "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "dtype": "float32",
     "rope_theta": 10000.0,
     "bos_token_id": None,
@@ -43,6 +43,7 @@ RECIPE = Recipe(
         Rule("*.experts.down_proj", WeightFormat(4, 32, symmetric=False)),
         Rule("*_proj.weight", WeightFormat(8, 32)),
         Rule("embed_tokens.weight", WeightFormat(4, 32)),
+        Rule("lm_head.weight", WeightFormat(8, 32)),
     ),
 )
 
@@ -69,7 +70,7 @@ def arrays_of(model: CausalLM) -> dict[str, np.ndarray]:
     arrays = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         key, value = "model." + ".".join(map(str, path)), variable.get_value()
-        key = key.removeprefix("model.") if key == "model.lm_head.weight" else key
+        key = key.removeprefix("model.") if path[0] == "lm_head" else key
         parts = {"": value}
         if isinstance(value, QTensor):
             names = ("codes", "scale", "zero", "input_scale")
