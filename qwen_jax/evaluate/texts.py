@@ -1,0 +1,146 @@
+"""Files of text or of token ids, as documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import RequestError
+from ..text import Tokenizer
+
+_LINE_FIELDS = ("tokens", "text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Tokens that follow one another.
+
+    Attributes:
+        name: where they come from, for messages.
+        tokens: int32 [N].
+    """
+
+    name: str
+    tokens: np.ndarray
+
+
+def read_documents(
+    path: str | Path, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[Document, ...]:
+    """Read one file.
+
+    `NAME.npy` holds token ids, [N] or one document a row [*, N]. `NAME.jsonl` holds a document a
+    line: a list of ids, {"tokens": ids} or {"text": text}. Any other file is one document of UTF-8
+    text. Special tokens that are written out in text count as such; none is added.
+
+    Args:
+        path: the file.
+        tokenizer: the model's; needed for text alone.
+        vocab_size: ids are below it.
+
+    Raises:
+        RequestError: no such file, one that is not of its kind, an id outside the vocabulary, or
+            text without a tokenizer.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(
+            f"{path} cannot be read ({error.strerror}); give a file of text, or of token ids as "
+            ".npy or .jsonl"
+        ) from error
+    if path.suffix == ".npy":
+        named = _rows(path)
+    elif path.suffix == ".jsonl":
+        named = _lines(path, _decode(path, data), tokenizer)
+    else:
+        named = iter([(str(path), _encode(str(path), _decode(path, data), tokenizer))])
+    return tuple(
+        Document(name, _checked(name, np.asarray(ids), vocab_size)) for name, ids in named
+    )
+
+
+def _decode(path: Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}; give text in "
+            "UTF-8, or token ids as .npy or .jsonl"
+        ) from None
+
+
+def _encode(name: str, text: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise RequestError(
+            f"{name} is text, but the model folder has no tokenizer; give token ids as .npy or "
+            ".jsonl"
+        )
+    return tokenizer.encode(text)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise RequestError(f"{path} is not a .npy file ({error}); write it by numpy.save") from None
+    if not isinstance(array, np.ndarray) or array.ndim not in (1, 2):
+        shape = getattr(array, "shape", type(array).__name__)
+        raise RequestError(f"{path} holds {shape}; accepted are ids [N], or one document a row")
+    if array.ndim == 1:
+        yield str(path), array
+        return
+    for number, row in enumerate(array):
+        yield f"{path} row {number}", row
+
+
+def _lines(
+    path: Path, text: str, tokenizer: Tokenizer | None
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        name = f"{path} line {number}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{name} is not JSON ({error}); accepted is a value a line") from None
+        if isinstance(value, dict):
+            present = [field for field in _LINE_FIELDS if field in value]
+            if len(present) != 1:
+                raise RequestError(
+                    f'{name} has the fields {sorted(value)}; accepted is one of "tokens", a list '
+                    'of ids, and "text"'
+                )
+            value = value[present[0]]
+            if present == ["text"]:
+                if not isinstance(value, str):
+                    raise RequestError(f"{name}: text is {value!r:.80}; accepted is a string")
+                value = _encode(name, value, tokenizer)
+        if not isinstance(value, list):
+            raise RequestError(
+                f'{name} holds {value!r:.80}; accepted are a list of ids, {{"tokens": ids}} and '
+                '{"text": text}'
+            )
+        yield name, value
+
+
+def _checked(name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    if ids.size == 0:
+        raise RequestError(f"{name} holds no token; give a longer text, or leave it out")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError(f"{name} holds {ids.dtype} values {ids.shape}; accepted are token ids")
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise RequestError(
+            f"{name}: id {int(ids[at])} at {at} is outside the vocabulary; accepted are 0 to "
+            f"{vocab_size - 1}. Are these the ids of another model's tokenizer?"
+        )
+    return ids.astype(np.int32)
