@@ -13,6 +13,9 @@ VERBS = {
     "convert": "Convert any model folder to a native one.",
     "export": "Write a model in the Hugging Face layout.",
     "diff": "Compare two model folders tensor by tensor.",
+    "perplexity": "Say how well a model predicts text.",
+    "divergence": "Say how far a model's predictions are from a base's.",
+    "evaluate": "Run tasks of lm-eval.",
     "bench": "Measure prefill, first-token and inter-token times.",
 }
 

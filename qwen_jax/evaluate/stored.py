@@ -26,6 +26,12 @@ FORMAT = "qwen-jax base log-probabilities"
 FORMAT_VERSION = "1"
 _NAME = "log_probabilities"
 _HASHED_AT_ONCE = 4
+_MEANINGS = {
+    "model": "the digest of the base's files",
+    "dtype": "the base's dtype",
+    "tokens": "the digest of text and windows",
+    "vocabulary": "the vocabulary",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +171,7 @@ def refuse_other(path: Path, origin: Origin, shape: tuple[int, int]) -> None:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            stored = file.get_slice(_NAME) if _NAME in file.keys() else None  # noqa: SIM118
+            stored = file.get_slice(_NAME) if _NAME in file.keys() else None
             found = None if stored is None else (tuple(stored.get_shape()), stored.get_dtype())
     except (SafetensorError, OSError) as error:
         raise RequestError(
@@ -183,9 +189,9 @@ def refuse_other(path: Path, origin: Origin, shape: tuple[int, int]) -> None:
     differing = [name for name, value in expected.items() if metadata.get(name) != value]
     if differing:
         raise RequestError(
-            f"{path} was computed with another {', '.join(differing)}: "
+            f"{path} does not fit: "
             + "; ".join(
-                f"{name} {metadata.get(name)!r:.40} there, {expected[name]!r:.40} here"
+                f"{_MEANINGS[name]} is {metadata.get(name)!r:.24} there, {expected[name]!r:.24} here"
                 for name in differing
             )
             + f"; {advice}"

@@ -61,9 +61,7 @@ def read_documents(
         named = _lines(path, _decode(path, data), tokenizer)
     else:
         named = iter([(str(path), _encode(str(path), _decode(path, data), tokenizer))])
-    return tuple(
-        Document(name, _checked(name, np.asarray(ids), vocab_size)) for name, ids in named
-    )
+    return tuple(Document(name, _checked(name, np.asarray(ids), vocab_size)) for name, ids in named)
 
 
 def _decode(path: Path, data: bytes) -> str:
@@ -110,7 +108,9 @@ def _lines(
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{name} is not JSON ({error}); accepted is a value a line") from None
+            raise RequestError(
+                f"{name} is not JSON ({error}); accepted is a value a line"
+            ) from None
         if isinstance(value, dict):
             present = [field for field in _LINE_FIELDS if field in value]
             if len(present) != 1:

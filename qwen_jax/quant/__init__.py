@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from .abstract import abstract_qtensor as abstract_qtensor
     from .abstract import in_codes as in_codes
+    from .activations import ActivationFormat as ActivationFormat
+    from .activations import fake_quantise as fake_quantise
     from .recipe import RECIPES as RECIPES
     from .recipe import Method as Method
     from .recipe import Recipe as Recipe
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {
     "pallas_kernels.dequant_matmul.qtensor": ("QTensor",),
     "qwen_jax.quant.abstract": ("abstract_qtensor", "in_codes"),
+    "qwen_jax.quant.activations": ("ActivationFormat", "fake_quantise"),
     "qwen_jax.quant.recipe": (
         "RECIPES",
         "Method",
