@@ -67,18 +67,18 @@ def divergence(
     notes, names = Notes(quiet=quiet), (text, *texts)
     accept_any_text()
     activations.check(names)
-    folders = [ModelFolder.open(name, dtype, notes, None, implementation) for name in (base, other)]
-    for folder in folders:
+    first = ModelFolder.open(base, dtype, notes, None, implementation)
+    second = ModelFolder.open(other, dtype, notes, None, implementation)
+    for folder in (first, second):
         refuse_long_window(folder, windows.window)
-    cut = windows.windows(read_texts(names, folders[0], windows.window))
-    _refuse_other_vocabulary(*folders, names)
-    comparison = _Comparison(*folders, cut, windows, activations, notes)
-    result = comparison.run(base_logprobs)
+    cut = windows.windows(read_texts(names, first, windows.window))
+    _refuse_other_vocabulary(first, second, names)
+    result = _Comparison(first, second, cut, windows, activations, notes).run(base_logprobs)
     if json:
         write_json(
             {
-                "base": {"model": base, "dtype": folders[0].config.dtype},
-                "other": {"model": other, "dtype": folders[1].config.dtype},
+                "base": {"model": base, "dtype": first.config.dtype},
+                "other": {"model": other, "dtype": second.config.dtype},
                 "activations": activations.as_json(),
                 **windows_as_json(cut, names),
                 **_as_json(result),
@@ -115,7 +115,7 @@ class _Comparison:
             base = read(file, origin, self.windows, vocabulary, size_of_batch)
         loaded = self.activations.apply(self.other.load(self.notes), self.other, self.flags)
         other = score(loaded, self.windows, batch_size=size_of_batch)
-        return divergence(base, announced(other, self.notes, "comparing"))
+        return divergence(base, announced(other, self.windows.scored, self.notes, "comparing"))
 
     def _origin(self) -> Origin:
         from ..evaluate.stored import Origin
@@ -135,7 +135,7 @@ class _Comparison:
         self.notes(f"{file}: storing the base's log-probabilities, {needed}")
         loaded = self.base.load(self.notes)
         scores = score(loaded, self.windows, batch_size=self.flags.batch_size)
-        scores = announced(scores, self.notes, self.base.name)
+        scores = announced(scores, self.windows.scored, self.notes, self.base.name)
         store(file, scores, origin, self.windows, vocabulary)
 
 

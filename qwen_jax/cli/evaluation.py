@@ -148,7 +148,7 @@ def refuse_long_window(folder: ModelFolder, window: int) -> None:
         )
 
 
-def announced(scores: Iterator[Scores], notes: Notes, what: str) -> Iterator[Scores]:
+def announced(scores: Iterator[Scores], total: int, notes: Notes, what: str) -> Iterator[Scores]:
     """The same scores, with a remark now and then on how far they are."""
     begin = last = time.monotonic()
     done = 0
@@ -158,7 +158,6 @@ def announced(scores: Iterator[Scores], notes: Notes, what: str) -> Iterator[Sco
         now = time.monotonic()
         if now > last + 10:
             last = now
-            total = part.windows.scored
             left = (now - begin) * (total / done - 1)
             notes(f"{what}: {done:,} of {total:,} tokens, {duration(left)} to go")
 

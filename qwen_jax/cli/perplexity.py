@@ -63,7 +63,7 @@ def perplexity(
     cut = windows.windows(read_texts(names, folder, windows.window))
     loaded = activations.apply(folder.load(notes), folder, windows)
     scores = score(loaded, cut, batch_size=windows.batch_size)
-    result = measure(announced(scores, notes, model), what=model)
+    result = measure(announced(scores, cut.scored, notes, model), what=model)
     if json:
         write_json(
             {

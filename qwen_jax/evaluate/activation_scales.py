@@ -6,6 +6,7 @@ the squared error of rounding and clipping is smallest.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -114,54 +115,61 @@ def _observed(
     """
     found: dict[str, Array] = {}
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    observe: Observe = _most
-    if format is not None:
-        observe = functools.partial(_errors, format=format)
+    observe: Observe = _most if format is None else functools.partial(_errors, format)
+    observer = _Observer(valid, observe, largest, found)
 
-    def wrap(path: str, module: Linear | Experts) -> _ObservedLinear:
-        kind = _ObservedLinear if isinstance(module, Linear) else _ObservedExperts
-        return kind(module, path, valid, observe, largest, found)
+    def wrap(path: str, module: Linear | Experts) -> _ObservedLinear | _ObservedExperts:
+        if isinstance(module, Linear):
+            return _ObservedLinear(module, path, observer)
+        return _ObservedExperts(module, path, observer)
 
     observed = wrapped(whole(model), wrap)
     observed.forward(tokens, None, jnp.zeros_like(lengths), lengths)
     return found
 
 
-class _ObservedLinear:
-    """Notes what is observed of its inputs."""
+@dataclasses.dataclass(frozen=True)
+class _Observer:
+    """What is looked at, and what was seen of it, by path."""
 
-    def __init__(
-        self,
-        module: Linear | Experts,
-        path: str,
-        valid: Bool[Array, "B T"],
-        observe: Observe,
-        largest: dict[str, Array],
-        found: dict[str, Array],
-    ):
-        self.module, self.path, self.valid = module, path, valid
-        self.observe, self.largest, self.found = observe, largest, found
+    valid: Bool[Array, "B T"]
+    observe: Observe
+    largest: dict[str, Array]
+    found: dict[str, Array]
+
+    # Arrays are traced.
+    __no_type_check__ = True
+
+    def look(self, path: str, x: Float[Array, "B T i"]) -> None:
+        self.found[path] = self.observe(x, self.valid, self.largest.get(path))
+
+
+class _ObservedLinear:
+    def __init__(self, module: Linear, path: str, observer: _Observer):
+        self.module, self.path, self.observer = module, path, observer
 
     def __call__(self, x: Array) -> Array:
-        self.found[self.path] = self.observe(x, self.valid, self.largest.get(self.path))
+        self.observer.look(self.path, x)
         return self.module(x)
 
 
-class _ObservedExperts(_ObservedLinear):
-    """Notes what is observed of the inputs of both projections."""
+class _ObservedExperts:
+    def __init__(self, module: Experts, path: str, observer: _Observer):
+        self.module, self.path, self.observer = module, path, observer
 
     @property
     def gate_up_proj(self) -> nnx.Param:
         return self.module.gate_up_proj
 
     def __call__(self, x: Array, routing: Routing) -> Array:
-        up, down = f"{self.path}.gate_up_proj", f"{self.path}.down_proj"
-        self.found[up] = self.observe(x, self.valid, self.largest.get(up))
+        observer, down = self.observer, f"{self.path}.down_proj"
+        observer.look(f"{self.path}.gate_up_proj", x)
 
         def middle(h: Array, used: Array, largest: Array | None) -> tuple[Array, Array]:
-            return h, self.observe(h, used, largest)
+            return h, observer.observe(h, used, largest)
 
-        y, self.found[down] = run_experts(self.module, x, routing, middle, self.largest.get(down))
+        largest = observer.largest.get(down)
+        y, observer.found[down] = run_experts(self.module, x, routing, middle, largest)
         return y
 
 
@@ -173,12 +181,13 @@ def _most(
 
 
 def _errors(
+    format: ActivationFormat,
     x: Float[Array, "*B i"],
     counted: Bool[Array, "*B"],
-    largest: Float[Array, " i"],
-    *,
-    format: ActivationFormat,
+    largest: Float[Array, " i"] | None,
 ) -> Float[Array, "shares i"]:
+    """Squared error of each channel, summed, for each share of its largest."""
+    assert largest is not None
     x = jnp.where(counted[..., None], x.astype(jnp.float32), 0.0).reshape(-1, x.shape[-1])
 
     def error(share: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,13 @@ class Scores:
         log_probabilities: float32 [ROWS, V], natural logarithms; rows from R on mean nothing.
         targets: int32 [R], the tokens.
         numbers: int32 [R], the window of each.
-        windows: what the numbers count.
+        describe: a window's number to words.
     """
 
     log_probabilities: Array
     targets: np.ndarray
     numbers: np.ndarray
-    windows: Windows
+    describe: Callable[[int], str]
 
     def finite(self, values: Array, what: str) -> np.ndarray:
         """The values of the R tokens on the host.
@@ -51,7 +51,7 @@ class Scores:
         host = np.asarray(values, np.float64)[: len(self.targets)]
         wrong = ~np.isfinite(host)
         if wrong.any():
-            window = self.windows.describe(int(self.numbers[np.argmax(wrong)]))
+            window = self.describe(int(self.numbers[np.argmax(wrong)]))
             raise FloatingPointError(
                 f"{what}: NaN or infinite logits in {window}; check the weights (qwen-jax convert "
                 "FOLDER --verify) or use dtype float32"
@@ -83,15 +83,21 @@ def score(
 
 def _score(model: FlatModel, windows: Windows, batch_size: int) -> Iterator[Scores]:
     for batch in windows.batches(batch_size):
-        hidden = _hidden(model, batch.tokens, batch.lengths)
-        for rows in row_slices(batch):
-            positions = padded(batch.positions[rows])
-            yield Scores(
-                _log_probabilities(model, hidden, positions),
-                batch.targets[rows],
-                batch.numbers[rows],
-                windows,
-            )
+        yield from score_batch(model, batch, windows.describe)
+
+
+def score_batch(model: FlatModel, batch: Batch, describe: Callable[[int], str]) -> Iterator[Scores]:
+    """Run a model over one batch; see `score`.
+
+    Args:
+        model: the model.
+        batch: what to run over.
+        describe: a window's number to words, for messages.
+    """
+    hidden = _hidden(model, batch.tokens, batch.lengths)
+    for rows in row_slices(batch):
+        log_probabilities = _log_probabilities(model, hidden, padded(batch.positions[rows]))
+        yield Scores(log_probabilities, batch.targets[rows], batch.numbers[rows], describe)
 
 
 def row_slices(batch: Batch) -> list[slice]:

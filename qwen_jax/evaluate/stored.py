@@ -163,7 +163,7 @@ def _read(path: Path, windows: Windows, batch_size: int) -> Iterator[Scores]:
                 targets = batch.targets[rows]
                 values = padded(stored[begin : begin + len(targets)])
                 begin += len(targets)
-                yield Scores(jnp.asarray(values), targets, batch.numbers[rows], windows)
+                yield Scores(jnp.asarray(values), targets, batch.numbers[rows], windows.describe)
 
 
 def refuse_other(path: Path, origin: Origin, shape: tuple[int, int]) -> None:
@@ -182,20 +182,17 @@ def refuse_other(path: Path, origin: Origin, shape: tuple[int, int]) -> None:
     kind = (metadata.get("format"), metadata.get("format_version"))
     if kind != (FORMAT, FORMAT_VERSION):
         raise RequestError(
-            f"{path} is of format {kind[0]!r}, version {kind[1]!r}; accepted is {FORMAT!r}, version "
-            f"{FORMAT_VERSION}; {advice}"
+            f"{path} is of format {kind[0]!r}, version {kind[1]!r}; accepted is {FORMAT!r}, "
+            f"version {FORMAT_VERSION}; {advice}"
         )
     expected = dataclasses.asdict(origin)
-    differing = [name for name, value in expected.items() if metadata.get(name) != value]
+    differing = [
+        f"{_MEANINGS[name]} is {metadata.get(name)!r:.24} there, {value!r:.24} here"
+        for name, value in expected.items()
+        if metadata.get(name) != value
+    ]
     if differing:
-        raise RequestError(
-            f"{path} does not fit: "
-            + "; ".join(
-                f"{_MEANINGS[name]} is {metadata.get(name)!r:.24} there, {expected[name]!r:.24} here"
-                for name in differing
-            )
-            + f"; {advice}"
-        )
+        raise RequestError(f"{path} does not fit: {'; '.join(differing)}; {advice}")
     if found != (shape, "F32"):
         raise RequestError(f"{path} holds {found}, but {shape} in F32 is needed; {advice}")
 
