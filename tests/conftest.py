@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-SHAPE_CHECKED = ("qwen_jax.model", "qwen_jax.cache", "qwen_jax.decode", "pallas_kernels")
+SHAPE_CHECKED = (
+    "qwen_jax.model",
+    "qwen_jax.cache",
+    "qwen_jax.decode",
+    "qwen_jax.evaluate",
+    "pallas_kernels",
+)
 
 
 def _check_shapes() -> None:
