@@ -145,7 +145,7 @@ def run_experts(
         scales: handed to `middle`.
     """
     up, down = experts.gate_up_proj[...], experts.down_proj[...]
-    dtype = x.dtype if isinstance(up, QTensor) else up.dtype
+    dtype = experts.dtype
     rows = x.reshape(-1, x.shape[-1]).astype(dtype)
     ids = routing.ids.reshape(len(rows), -1)
     token = jnp.arange(len(rows), dtype=jnp.int32)[:, None]

@@ -17,7 +17,7 @@ from qwen_jax.cli import guarded
 from qwen_jax.cli.environment import prepare_environment
 
 ROOT = Path(__file__).parents[3]
-VERBS = ("generate", "chat", "inspect", "bench")
+VERBS = ("generate", "chat", "inspect", "bench", "perplexity", "divergence", "evaluate")
 COMMAND = (sys.executable, "-m", "qwen_jax.cli")
 
 
