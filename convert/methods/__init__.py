@@ -6,16 +6,12 @@ Letters: O outputs, I inputs, J groups of inputs, `*` a stack of experts or noth
 from .codes import Codes, bad_weights, dequantise
 from .gptq import gptq
 from .rounding import min_max, round_to_nearest
-from .solve import Solved, TensorReport, solve
 
 __all__ = [
     "Codes",
-    "Solved",
-    "TensorReport",
     "bad_weights",
     "dequantise",
     "gptq",
     "min_max",
     "round_to_nearest",
-    "solve",
 ]
