@@ -77,9 +77,7 @@ def _compensated(
         remaining, codes = state
         start = number * BLOCK
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=BLOCK)
-        part, part_scale, part_zero = (
-            cut(x, axis=1) for x in (remaining, columns[1], columns[2])
-        )
+        part, part_scale, part_zero = (cut(x, axis=1) for x in (remaining, columns[1], columns[2]))
         rows = cut(upper, axis=0)
         inner = cut(rows, axis=1)
 

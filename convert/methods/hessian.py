@@ -42,7 +42,9 @@ def factor(hessian: Float[Array, "I I"], damping: float = DAMPING) -> Factor:
     hessian = jnp.where(finite, hessian, eye)
     diagonal = jnp.diagonal(hessian)
     alive = diagonal > 0
-    mean = jnp.sum(jnp.where(alive, diagonal, 0.0)) / jnp.maximum(jnp.sum(alive.astype(jnp.float32)), 1.0)
+    mean = jnp.sum(jnp.where(alive, diagonal, 0.0)) / jnp.maximum(
+        jnp.sum(alive.astype(jnp.float32)), 1.0
+    )
     mean = jnp.where(mean > 0, mean, 1.0)
     both = alive[:, None] & alive[None, :]
     scaled = jnp.where(both, hessian / mean, 0.0) + jnp.diag(jnp.where(alive, 0.0, 1.0))

@@ -24,7 +24,7 @@ def refined(
     *,
     sweeps: int = 4,
 ) -> Codes:
-    """Coordinate descent on (W - Q) H (W - Q)^T, group by group: first the scale, then each code."""
+    """Coordinate descent on (W - Q) H (W - Q)^T, group by group: the scale, then each code."""
     size, inputs = format.group_size, weight.shape[-1]
     padding = group_count(inputs, size) * size - inputs
     wide = [(0, 0)] * (weight.ndim - 2)
@@ -78,7 +78,9 @@ def _descend(
         def column(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             slope, codes = state
             here = new * (codes[:, i] - middle)
-            code = nearest(here + slope[:, i] / jnp.maximum(inner[i, i], 1e-30), new, middle, format.bits)
+            code = nearest(
+                here + slope[:, i] / jnp.maximum(inner[i, i], 1e-30), new, middle, format.bits
+            )
             moved = new * (code - codes[:, i])
             return slope - moved[:, None] * inner[i][None], codes.at[:, i].set(code)
 

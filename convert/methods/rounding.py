@@ -88,7 +88,7 @@ def min_max(weight: Float[Array, "*S O I"], format: WeightFormat) -> Float[Array
     half = 2 ** (format.bits - 1)
     grouped = in_groups(weight.astype(jnp.float32), format.group_size)
     low, high = jnp.min(grouped, axis=-1), jnp.max(grouped, axis=-1)
-    scale = jnp.maximum(high / (half - 1), -low / half)[..., None]
+    scale = (jnp.maximum(high, -low) / (half - 1))[..., None]
     scale = as_stored(jnp.maximum(scale, SMALLEST_SCALE))
     rounded = scale * jnp.clip(jnp.round(grouped / scale), -half, half - 1)
     return rounded.reshape(*weight.shape[:-1], -1)[..., : weight.shape[-1]]

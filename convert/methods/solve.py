@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
-from qwen_jax.quant import Rule
+from qwen_jax.quant import Method, Rule, WeightFormat
 
-from .codes import Codes
+from .activation_aware import activation_aware
+from .codes import Codes, dequantise, of_inputs
+from .gptq import gptq
+from .hessian import factor
+from .refinement import refined
+from .rounding import round_to_nearest
+
+# Weights that are rounded at a time; bounds device memory to a few GB.
+AT_ONCE = 1 << 27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +30,16 @@ class TensorReport:
     """What became of one tensor; a row of `quantization_report.json`.
 
     Attributes:
-        method: what was done: the rule's method, or "round-to-nearest" without data.
+        method: the rule's method; "round-to-nearest" where there was no calibration.
         bits: of a code.
         group_size: inputs that share a scale.
         weight_error: ||W - Q|| / ||W||.
-        output_error: ||(W - Q) X|| / ||W X|| on the calibration inputs; None without data.
-        samples: fewest calibration rows that a matrix of the stack saw; 0 without data.
-        samples_mean: the same on average.
-        clipped: share of weights beyond the outermost level by more than half a step.
-        fallback: experts (or [0] for a single matrix) that were rounded without data.
+        output_error: ||(W - Q) X|| / ||W X|| on the calibration inputs; None without calibration.
+        samples: calibration rows that each matrix saw; 0 without calibration.
+        routed: fewest rows among them that the router sent there, of the stack.
+        clipped: share of weights more than half a step beyond the outermost levels.
+        fallback: matrices of the stack (0 for a single one) that no sample reached, or whose
+            samples were of no use: rounded without data.
     """
 
     method: str
@@ -36,7 +48,7 @@ class TensorReport:
     weight_error: float
     output_error: float | None
     samples: int
-    samples_mean: float
+    routed: int
     clipped: float
     fallback: tuple[int, ...]
 
@@ -58,18 +70,175 @@ class Solved(NamedTuple):
     input_scale: np.ndarray | None
     report: TensorReport
 
+    def weight(self, format: WeightFormat) -> Float[Array, "*S O I"]:
+        """The numbers that it stands for, float32."""
+        return _wide(self.codes, self.input_scale, format)
 
+
+class Solution(NamedTuple):
+    """Codes of a matrix, or of some matrices of a stack, and what a report is made of.
+
+    Attributes:
+        codes: on the device.
+        input_scale: float32 [*, I]; None where there is none.
+        squares: [*, 4], sums of squares: weights, their errors, outputs, their errors.
+        clipped: [*], weights beyond the outermost levels.
+        usable: bool [*], whether the Hessian was of use.
+    """
+
+    codes: Codes
+    input_scale: Array | None
+    squares: Array
+    clipped: Array
+    usable: Array
+
+    def weight(self, format: WeightFormat) -> Float[Array, "*S O I"]:
+        """The numbers that it stands for, float32."""
+        return _wide(self.codes, self.input_scale, format)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "method"))
 def solve(
     weight: Float[Array, "*S O I"],
-    rule: Rule,
-    statistics: Any = None,
-) -> Solved:
-    """Codes of one tensor.
+    hessian: Float[Array, "*S I I"] | None,
+    format: WeightFormat,
+    method: Method,
+) -> Solution:
+    """Codes of a matrix or of a stack, by one method.
+
+    No row of a matrix ends with a larger error of its outputs than rounding with a searched scale
+    gives it.
 
     Args:
-        weight: a matrix [O, I] or a stack [E, O, I], finite.
-        rule: its format and method.
-        statistics: `calibrate.Statistics` of its inputs; None: data-free rounding, whatever the
-            rule's method (embeddings, and layers that no calibration token reaches).
+        weight: finite.
+        hessian: mean of x x^T over the calibration inputs; None for rounding without data, whatever
+            the method. Matrices whose Hessian is of no use (nothing but zeros, or not finite) are
+            rounded without data.
+        format: of the codes.
+        method: how codes are chosen.
     """
-    raise NotImplementedError
+    weight = weight.astype(jnp.float32)
+    size, stack = weight.shape[-1], weight.shape[:-2]
+    rounded = round_to_nearest(weight, format)
+    if hessian is None:
+        usable = jnp.zeros(stack, bool)
+        hessian = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (*stack, size, size))
+        return _measured(weight, hessian, usable, rounded, None, format)
+    usable = jnp.vectorize(_usable, signature="(i,i)->()")(hessian)
+    hessian = jnp.where(usable[..., None, None], hessian, jnp.eye(size, dtype=jnp.float32))
+    input_scale = None
+    if method == "gptq":
+        codes = refined(weight, hessian, gptq(weight, hessian, format), format)
+        codes = _better(weight, hessian, codes, rounded, format)
+    elif method == "activation-aware":
+        codes, input_scale = activation_aware(weight, hessian, format)
+    else:
+        codes = rounded
+    return _measured(weight, hessian, usable, codes, input_scale, format)
+
+
+def finished(
+    parts: Sequence[Solution],
+    rule: Rule,
+    *,
+    samples: int = 0,
+    routed: Sequence[int] | None = None,
+    rows: bool = False,
+) -> Solved:
+    """Solutions of parts of a tensor as one, on the host, with their report.
+
+    Args:
+        parts: consecutive matrices of a stack, or consecutive rows of a matrix.
+        rule: of the tensor.
+        samples: rows that each Hessian is a mean of; 0 without calibration.
+        routed: rows among them that the router sent to each expert; all if None.
+        rows: whether the parts are rows of one matrix.
+    """
+    if rule.format is None:
+        raise ValueError("the rule leaves tensors as they are")
+    host: list[Solution] = [jax.tree.map(np.asarray, part) for part in parts]
+    first = host[0]
+    if len(host) > 1:
+        whole = jax.tree.map(lambda *x: np.concatenate(x) if x[0].ndim else np.stack(x), *host)
+        input_scale = first.input_scale if rows else whole.input_scale
+        first = whole._replace(input_scale=input_scale)
+    squares = first.squares.reshape(-1, 4).sum(axis=0)
+    weight_error, output_error = np.sqrt(squares[[1, 3]] / np.maximum(squares[[0, 2]], 1e-30))
+    usable = first.usable.reshape(-1)
+    report = TensorReport(
+        method=rule.method if samples else "round-to-nearest",
+        bits=rule.format.bits,
+        group_size=rule.format.group_size,
+        weight_error=float(weight_error),
+        output_error=float(output_error) if samples else None,
+        samples=samples,
+        routed=samples if routed is None else min(routed),
+        clipped=float(first.clipped.sum() / first.codes.values.size),
+        fallback=tuple(int(i) for i in np.flatnonzero(~usable)) if samples else (),
+    )
+    return Solved(first.codes, first.input_scale, report)
+
+
+def rounded_without_data(weight: Float[np.ndarray, "*S O I"], rule: Rule) -> Solved:
+    """A tensor that no calibration reaches (the embedding), some rows or matrices at a time."""
+    if rule.format is None:
+        raise ValueError("the rule leaves tensors as they are")
+    at_once = max(1, AT_ONCE // int(np.prod(weight.shape[1:])))
+    parts = [
+        solve(jnp.asarray(weight[start : start + at_once]), None, rule.format, "round-to-nearest")
+        for start in range(0, len(weight), at_once)
+    ]
+    return finished(parts, rule, rows=weight.ndim == 2)
+
+
+def _wide(codes: Codes, input_scale: Any, format: WeightFormat) -> Array:
+    wide = dequantise(codes, format)
+    return wide if input_scale is None else wide * jnp.asarray(input_scale)[..., None, :]
+
+
+def _usable(hessian: Float[Array, "I I"]) -> Array:
+    return factor(hessian).found & (jnp.trace(hessian) > 0)
+
+
+def _output_error(difference: Array, hessian: Array) -> Array:
+    """Mean square of each output, [*, O]."""
+    product = jnp.matmul(difference, hessian, precision=jax.lax.Precision.HIGHEST)
+    return jnp.maximum(jnp.sum(product * difference, axis=-1), 0.0)
+
+
+def _better(
+    weight: Array, hessian: Array, codes: Codes, others: Codes, format: WeightFormat
+) -> Codes:
+    """Of each output the codes with the smaller error; the first ones where they are alike."""
+    first, second = (
+        _output_error(weight - dequantise(c, format), hessian) for c in (codes, others)
+    )
+    wins = (first <= second)[..., None]
+    return Codes(
+        *(None if a is None else jnp.where(wins, a, b) for a, b in zip(codes, others, strict=True))
+    )
+
+
+def _measured(
+    weight: Array,
+    hessian: Array,
+    usable: Array,
+    codes: Codes,
+    input_scale: Array | None,
+    format: WeightFormat,
+) -> Solution:
+    wide = dequantise(codes, format)
+    scale, zero = of_inputs(codes, format)
+    if input_scale is not None:
+        wide, scale = wide * input_scale[..., None, :], scale * input_scale[..., None, :]
+    difference = weight - wide
+    squares = (
+        jnp.sum(jnp.square(weight), axis=(-2, -1)),
+        jnp.sum(jnp.square(difference), axis=(-2, -1)),
+        jnp.sum(_output_error(weight, hessian), axis=-1),
+        jnp.sum(_output_error(difference, hessian), axis=-1),
+    )
+    place = weight / scale + zero
+    outside = (place < -0.5) | (place > 2**format.bits - 0.5)
+    clipped = jnp.sum(outside.astype(jnp.float32), axis=(-2, -1))
+    return Solution(codes, input_scale, jnp.stack(squares, axis=-1), clipped, usable)

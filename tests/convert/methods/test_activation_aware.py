@@ -1,0 +1,49 @@
+import numpy as np
+
+from convert.methods import activation_aware, dequantise, solve
+from qwen_jax.quant import WeightFormat
+
+FORMAT = WeightFormat(3, 32)
+
+
+def outlier_problem():
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((48, 64)).astype(np.float32)
+    x = rng.standard_normal((300, 64))
+    x[:, [3, 40]] *= 30
+    return weight, (x.T @ x / 300).astype(np.float32)
+
+
+def test_outliers_among_activations_are_met_by_finer_steps():
+    weight, hessian = outlier_problem()
+    scaled = solve(weight, hessian, FORMAT, "activation-aware")
+    rounded = solve(weight, hessian, FORMAT, "round-to-nearest")
+    errors = [float(solution.squares[3]) for solution in (scaled, rounded)]
+    assert errors[0] < 0.3 * errors[1]
+    assert scaled.input_scale[3] < 0.5 * np.median(np.asarray(scaled.input_scale))
+
+
+def test_without_outliers_nothing_is_lost():
+    weight, _ = outlier_problem()
+    identity = np.eye(64, dtype=np.float32)
+    scaled = solve(weight, identity, FORMAT, "activation-aware")
+    rounded = solve(weight, identity, FORMAT, "round-to-nearest")
+    np.testing.assert_allclose(scaled.input_scale, 1.0)
+    assert float(scaled.squares[3]) <= float(rounded.squares[3]) * (1 + 1e-5)
+
+
+def test_dead_inputs_and_matrices_without_samples_have_finite_scales():
+    weight, hessian = outlier_problem()
+    dead = hessian.copy()
+    dead[5] = dead[:, 5] = 0
+    stack = np.stack([hessian, dead, np.zeros_like(hessian)])
+    codes, input_scale = activation_aware(np.stack([weight] * 3), stack, FORMAT)
+    input_scale = np.asarray(input_scale)
+    assert input_scale.shape == (3, 64) and input_scale.dtype == np.float32
+    assert np.isfinite(input_scale).all() and (input_scale > 0).all()
+    assert np.isfinite(np.asarray(dequantise(codes, FORMAT))).all()
+    # The channel that never lit up does not change the others.
+    others = np.arange(64) != 5
+    ratio = input_scale[1, others] / input_scale[0, others]
+    np.testing.assert_allclose(ratio / ratio[0], 1, rtol=0.02)
+    np.testing.assert_allclose(input_scale[2], 1.0)
