@@ -19,8 +19,9 @@ def test_outliers_among_activations_are_met_by_finer_steps():
     scaled = solve(weight, hessian, FORMAT, "activation-aware")
     rounded = solve(weight, hessian, FORMAT, "round-to-nearest")
     errors = [float(solution.squares[3]) for solution in (scaled, rounded)]
-    assert errors[0] < 0.3 * errors[1]
-    assert scaled.input_scale[3] < 0.5 * np.median(np.asarray(scaled.input_scale))
+    assert errors[0] < 0.8 * errors[1]
+    scales = np.asarray(scaled.input_scale)
+    assert scales[[3, 40]].max() < 0.9 * np.delete(scales, [3, 40]).min()
 
 
 def test_without_outliers_nothing_is_lost():

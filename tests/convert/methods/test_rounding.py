@@ -30,7 +30,7 @@ def test_each_weight_gets_its_nearest_level(format):
     distance = np.abs(levels(codes, format)[:, group] - weight[..., None])
     chosen = np.take_along_axis(distance, np.asarray(codes.values)[..., None].astype(int), -1)
     np.testing.assert_allclose(chosen[..., 0], distance.min(axis=-1), atol=1e-6)
-    assert codes.values.dtype == np.uint8 and codes.values.max() < 2**format.bits
+    assert codes.values.dtype == np.uint8 and int(codes.values.max()) < 2**format.bits
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
