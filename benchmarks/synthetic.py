@@ -51,7 +51,7 @@ def write_source(
             "weight_block_size": [_BLOCK, _BLOCK],
         }
 
-    def finish(work: Path, checksums: Any) -> None:
+    def finish(work: Path, checksums: Any, remarks: Any) -> None:
         (work / "config.json").write_text(json.dumps(values))
 
     write_folder(

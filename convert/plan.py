@@ -46,6 +46,8 @@ class Plan:
         side_files: names of files that go along unchanged.
         files_left: names of files that stay behind.
         edit_files: changes the files in the folder written, at the end; None for no change.
+        report: makes the content of `quantization_report.json` from what there is to say of the
+            tensors written, by key; None for no such file.
         largest_gather: bytes of the largest tensor that is built in memory as a whole.
         remarks: what edits have to say.
         inputs: the files that it is made from.
@@ -64,6 +66,7 @@ class Plan:
     side_files: Sequence[str]
     files_left: Sequence[str]
     edit_files: Callable[[Path], None] | None
+    report: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     largest_gather: int
     remarks: Sequence[str]
     inputs: Inputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from qwen_jax.checkpoint.json_file import read_object
 from qwen_jax.checkpoint.native import FORMAT_VERSION, SHARD_METADATA
@@ -12,7 +13,7 @@ from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.errors import CheckpointError
 
 from .plan import Plan
-from .side_files import CONFIG, copy_side_files, write_config
+from .side_files import CONFIG, copy_side_files, write_config, write_report
 from .writing import Written, check_destination, plan_shards, write_folder
 
 HF_METADATA = {"format": "pt"}
@@ -67,7 +68,7 @@ def run(
             to be damaged, or changes meanwhile; what is finished is kept for `resume`.
     """
 
-    def finish(folder: Path, checksums: Mapping[str, str]) -> None:
+    def finish(folder: Path, checksums: Mapping[str, str], remarks: Mapping[str, Any]) -> None:
         copy_side_files(plan.source, plan.side_files, folder)
         plan.inputs.refuse_changes(plan.identity)
         plan.refuse_damage(checksums)
@@ -75,6 +76,8 @@ def run(
             plan.edit_files(folder)
         if plan.native:
             dataclasses.replace(plan.record, checksums=checksums).write(folder)
+        if plan.report is not None:
+            write_report(plan.report(remarks), folder)
         write_config(plan.config, folder)
 
     return write_folder(

@@ -18,13 +18,21 @@ if TYPE_CHECKING:
     from qwen_jax.config import QwenConfig
 
 CONFIG = "config.json"
+REPORT = "quantization_report.json"
 
 _TAKEN = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
 _TAKEN_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 # What the weights of a folder are read by.
 SETTINGS = (CONFIG, RECORD, "quantize_config.json", "quant_config.json")
 # Made anew, or true of the source's weights only.
-_REPLACED = (*SETTINGS, INDEX, "quantization_config.json", "recipe.yaml", "hf_quant_config.json")
+_REPLACED = (
+    *SETTINGS,
+    INDEX,
+    REPORT,
+    "quantization_config.json",
+    "recipe.yaml",
+    "hf_quant_config.json",
+)
 _WEIGHTS = (".safetensors",)
 _DTYPES = ("dtype", "torch_dtype")
 _QUANTISATION = ("quantization_config", "compression_config")
@@ -81,6 +89,12 @@ def copy_side_files(source: Path, names: Sequence[str], destination: Path) -> No
 def write_config(values: Mapping[str, Any], folder: Path) -> None:
     """Writes `config.json`."""
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="ascii")
+
+
+def write_report(values: Mapping[str, Any], folder: Path) -> None:
+    """Writes `quantization_report.json`."""
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    (folder / REPORT).write_text(text, encoding="utf-8")
 
 
 def written_config(

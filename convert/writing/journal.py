@@ -24,16 +24,23 @@ from qwen_jax.errors import CheckpointError
 from .disk import no_link, write_all
 
 JOURNAL = "journal.jsonl"
-_FORMAT = "qwen-jax conversion journal 1"
+_FORMAT = "qwen-jax conversion journal 2"
 _LOCK_NOT_KNOWN = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """One finished shard: size of the file, and sha256 of each tensor's bytes by key."""
+    """One finished shard.
+
+    Attributes:
+        nbytes: size of the file.
+        checksums: sha256 of each tensor's bytes by key.
+        remarks: JSON by key, of tensors of which there is something to say.
+    """
 
     nbytes: int
     checksums: Mapping[str, str]
+    remarks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,8 +69,13 @@ class Record:
         match entry:
             case dict() if self.opening is None:
                 self.opening = entry
-            case {"shard": str(name), "bytes": int(nbytes), "sha256": dict(checksums)}:
-                self.finished[name] = FinishedShard(nbytes, checksums)
+            case {
+                "shard": str(name),
+                "bytes": int(nbytes),
+                "sha256": dict(checksums),
+                "remarks": dict(remarks),
+            }:
+                self.finished[name] = FinishedShard(nbytes, checksums, remarks)
             case {"published": list(names)}:
                 self.published = tuple(map(str, names))
             case _:
@@ -85,7 +97,8 @@ class Journal:
 
     def add_shard(self, name: str, shard: FinishedShard) -> None:
         """Records a shard that is complete on the disk."""
-        self.append({"shard": name, "bytes": shard.nbytes, "sha256": dict(shard.checksums)})
+        entry = {"shard": name, "bytes": shard.nbytes, "sha256": dict(shard.checksums)}
+        self.append({**entry, "remarks": dict(shard.remarks)})
 
     def add_published(self, names: tuple[str, ...]) -> None:
         """Records what is about to be moved into the work folder beside the shards."""

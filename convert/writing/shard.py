@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,12 +35,17 @@ class OutputTensor:
         chunks: yields C-contiguous arrays of that dtype (or uint8) whose bytes, one after the
             other, are the tensor in row-major order. Called in a thread other than the caller's,
             some chunks ahead of the writing, so an array must not change after it was yielded.
+        part: what it belongs to, such as a layer; tensors of two parts never share a shard.
+        remark: what there is to say of it once its chunks were made, as JSON; the journal keeps
+            it.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     chunks: Callable[[], Iterator[np.ndarray]]
+    part: str = ""
+    remark: Callable[[], Any] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +85,7 @@ class Shard:
 def plan_shards(
     tensors: Iterable[OutputTensor], max_bytes: int
 ) -> tuple[tuple[OutputTensor, ...], ...]:
-    """Groups whole tensors, in their order, into shards.
+    """Groups whole tensors, in their order, into shards of one part each.
 
     Args:
         tensors: what is to be written.
@@ -97,7 +103,7 @@ def plan_shards(
     shards: list[list[OutputTensor]] = []
     room = -1
     for tensor in tensors:
-        if not shards or tensor.nbytes > room:
+        if not shards or tensor.nbytes > room or tensor.part != shards[-1][-1].part:
             shards.append([])
             room = max_bytes
         shards[-1].append(tensor)

@@ -39,6 +39,10 @@ _CONFIG = "config.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
+# Writes side files into the empty folder given, told the checksum of each tensor by key, and what
+# there is to say of some of them.
+Finish = Callable[[Path, Mapping[str, str], Mapping[str, Any]], None]
+
 
 class WorkFolder:
     """The work folder of one conversion, held by this process. Make one with `open_work`.
@@ -76,6 +80,14 @@ class WorkFolder:
                 found |= self.finished[shard.name].checksums
         return found
 
+    def remarks(self) -> dict[str, Any]:
+        """What is remarked of the tensors of all finished shards."""
+        found: dict[str, Any] = {}
+        for shard in self.planned:
+            if shard.name in self.finished:
+                found |= self.finished[shard.name].remarks
+        return found
+
     def reuse(self, progress: Callable[[int], None]) -> tuple[str, ...]:
         """Reads again what an earlier run finished, and drops what is not as it was recorded.
 
@@ -105,21 +117,23 @@ class WorkFolder:
         """Opens the file of a shard for writing."""
         return create(self._writing(shard))
 
-    def complete(self, shard: Shard, checksums: Mapping[str, str]) -> None:
+    def complete(
+        self, shard: Shard, checksums: Mapping[str, str], remarks: Mapping[str, Any]
+    ) -> None:
         """Gives a shard that is on the disk its name, and records it."""
         os.rename(self._writing(shard), self._path / shard.name)
         sync(self._path)
-        self._journal.add_shard(shard.name, FinishedShard(shard.nbytes, checksums))
+        self._journal.add_shard(shard.name, FinishedShard(shard.nbytes, checksums, remarks))
 
     def publish(
         self,
         index_metadata: Mapping[str, Any],
-        finish: Callable[[Path, Mapping[str, str]], None],
+        finish: Finish,
     ) -> None:
         """Adds side files and index, and gives the folder its name."""
         staged = self._path / _FINISH
         staged.mkdir()
-        finish(staged, self.checksums())
+        finish(staged, self.checksums(), self.remarks())
         clashes = {INDEX, JOURNAL, _FINISH, *(shard.name for shard in self.planned)}
         if found := sorted(clashes.intersection(os.listdir(staged))):
             raise RuntimeError(f"internal error: side files may not be called {listed(found)}")

@@ -21,7 +21,7 @@ from .destination import check_destination, check_room
 from .disk import Syncer, write_all
 from .prefetch import pieces, prefetch
 from .shard import OutputTensor, Shard, lay_out, tensor_bytes
-from .work import WorkFolder, open_work
+from .work import Finish, WorkFolder, open_work
 
 Progress = Callable[[int], None]
 
@@ -54,7 +54,7 @@ def write_folder(
     fingerprint: Mapping[str, Any],
     metadata: Mapping[str, str],
     index_metadata: Mapping[str, Any],
-    finish: Callable[[Path, Mapping[str, str]], None],
+    finish: Finish,
     resume: bool,
     progress: Progress,
 ) -> Written:
@@ -68,7 +68,7 @@ def write_folder(
         metadata: goes into the header of each shard.
         index_metadata: goes into the index, beside the total size.
         finish: writes config.json and side files into the empty folder that it is given, when
-            all shards are complete; also gets the sha256 of each tensor by key.
+            all shards are complete; also gets the sha256 and the remarks of each tensor by key.
         resume: continue what an earlier run left; begin where there is nothing.
         progress: told by how many bytes of tensors the work has advanced. Less than nothing when
             a shard that seemed finished must be written again.
@@ -108,7 +108,8 @@ def _write_shard(work: WorkFolder, shard: Shard, syncer: Syncer, progress: Progr
     stream = work.create(shard)
     try:
         checksums = _write_bytes(stream, shard, syncer, progress)
-        syncer.finish(stream, partial(work.complete, shard, checksums))
+        remarks = {t.key: t.remark() for t in shard.tensors if t.remark is not None}
+        syncer.finish(stream, partial(work.complete, shard, checksums, remarks))
     except BaseException:
         # The shard before this one may still be on its way to the disk; it is kept if it gets
         # there.

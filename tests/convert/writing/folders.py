@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from convert.writing import OutputTensor, Written, write_folder
+from convert.writing.work import Finish
 from qwen_jax.errors import CheckpointError
 
 SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
@@ -62,7 +63,7 @@ def three_shards(arrays: Arrays) -> list[list[OutputTensor]]:
     return [tensors[:3], tensors[3:5], tensors[5:]]
 
 
-def finish(folder: Path, checksums: Mapping[str, str]) -> None:
+def finish(folder: Path, checksums: Mapping[str, str], remarks: Mapping[str, Any]) -> None:
     """Writes a configuration and side files, one of them in a folder of its own."""
     (folder / "config.json").write_text('{"model_type": "none"}')
     (folder / "tokenizer").mkdir()
@@ -77,7 +78,7 @@ def write(
     resume: bool = False,
     fingerprint: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
-    finish: Callable[[Path, Mapping[str, str]], None] = finish,
+    finish: Finish = finish,
 ) -> Written:
     """`write_folder` with everything filled in."""
     return write_folder(

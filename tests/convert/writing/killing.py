@@ -131,7 +131,7 @@ def leave_damaged(out: Path, shards: int) -> None:
         os.truncate(out.parent / "out.partial" / f"model-00001-of-0000{shards}.safetensors", 5000)
 
 
-def fail(folder: Path, checksums: Mapping[str, str]) -> None:
+def fail(folder: Path, checksums: Mapping[str, str], remarks: Mapping[str, Any]) -> None:
     """Side files that cannot be made."""
     raise CheckpointError("no tokenizer")
 
@@ -143,8 +143,10 @@ def run_killed(out: Path, point: int, shards: int) -> bool:
         points = Points(point)
         points.install()
 
-        def finish_in_steps(folder: Path, checksums: Mapping[str, str]) -> None:
-            finish(folder, checksums)
+        def finish_in_steps(
+            folder: Path, checksums: Mapping[str, str], remarks: Mapping[str, Any]
+        ) -> None:
+            finish(folder, checksums, remarks)
             points()
 
         tensors = [[points.between(tensor) for tensor in shard] for shard in grouped(shards)]

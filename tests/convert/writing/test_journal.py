@@ -78,8 +78,8 @@ def test_other_shards_under_the_same_fingerprint_are_refused(out):
 def test_journal_of_another_version_is_refused(out, work):
     interrupt(out)
     journal = (work / "journal.jsonl").read_text()
-    (work / "journal.jsonl").write_text(journal.replace("journal 1", "journal 2"))
-    with pytest.raises(CheckpointError, match="has format qwen-jax conversion journal 2"):
+    (work / "journal.jsonl").write_text(journal.replace("journal 2", "journal 3"))
+    with pytest.raises(CheckpointError, match="has format qwen-jax conversion journal 3"):
         write(out, resume=True)
 
 
@@ -148,7 +148,7 @@ def test_lock_is_held_to_the_end(out, work):
 
     states = []
 
-    def look(folder: Path, checksums: object) -> None:
+    def look(folder: Path, checksums: object, remarks: object) -> None:
         states.append(locked(work))
 
     write(out, progress=lambda nbytes: states.append(locked(work)), finish=look)

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,34 @@ def test_fault_before_any_shard_is_finished_leaves_nothing(tmp_path, work):
     with pytest.raises(CheckpointError, match="damaged"):
         write(tmp_path / "out", interrupted_again, resume=True)
     assert SHARDS[0] in contents(work)
+
+
+def test_remarks_of_finished_shards_are_kept(out):
+    """They are made after the chunks, once; a run that goes on finds them in the journal."""
+    made: list[str] = []
+
+    def remarked(tensor: OutputTensor) -> OutputTensor:
+        def remark() -> dict[str, str]:
+            made.append(tensor.key)
+            return {"of": tensor.key}
+
+        return replace(tensor, remark=remark)
+
+    whole = [[remarked(shard[0]), *shard[1:]] for shard in three_shards(random_arrays())]
+    broken = failing(CheckpointError("damaged"))
+    with pytest.raises(CheckpointError, match="damaged"):
+        write(out, [*whole[:2], broken[2]])
+    first, second, third = (shard[0].key for shard in whole)
+    assert made == [first, second]
+    told: dict[str, object] = {}
+    write(
+        out,
+        whole,
+        resume=True,
+        finish=lambda folder, checksums, remarks: told.update(remarks),
+    )
+    assert made == [first, second, third]
+    assert told == {key: {"of": key} for key in (first, second, third)}
 
 
 def test_interruption_from_the_keyboard(out, work):
@@ -117,7 +146,7 @@ def test_finished_shard_that_is_bad_is_written_again(out, work, tmp_path, fault)
 
 
 def test_fault_in_finish_keeps_all_shards(out, work):
-    def broken(folder: Path, checksums: object) -> None:
+    def broken(folder: Path, checksums: object, remarks: object) -> None:
         (folder / "config.json").write_text("{}")
         raise CheckpointError("no tokenizer")
 
@@ -133,8 +162,8 @@ def test_fault_in_finish_keeps_all_shards(out, work):
 
 
 def test_destination_that_appears_meanwhile_is_not_touched(out, work):
-    def appear(folder: Path, checksums: Mapping[str, str]) -> None:
-        finish(folder, checksums)
+    def appear(folder: Path, checksums: Mapping[str, str], remarks: Mapping[str, str]) -> None:
+        finish(folder, checksums, remarks)
         out.mkdir()
         (out / "thesis.tex").write_text("x")
 

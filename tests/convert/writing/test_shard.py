@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,17 @@ def test_no_shard_is_too_large_unless_one_tensor_is(sizes, limit):
     for shard, following in itertools.pairwise(shards):
         assert sum(shard) + following[0] > limit
     assert all(sum(shard) <= limit or len(shard) == 1 for shard in shards)
+
+
+def test_parts_never_share_a_shard():
+    parts = [replace(of_bytes(1), part=part) for part in ("a", "a", "b", "b", "b", "a")]
+    shards = plan_shards(parts, 2)
+    assert [[tensor.part for tensor in shard] for shard in shards] == [
+        ["a", "a"],
+        ["b", "b"],
+        ["b"],
+        ["a"],
+    ]
 
 
 def test_limit_must_be_positive():

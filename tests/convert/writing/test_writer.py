@@ -176,7 +176,7 @@ def test_side_files_may_not_replace_what_is_written_here(tmp_path):
         with pytest.raises(RuntimeError, match="side files may not be called"):
             write(
                 tmp_path / "out",
-                finish=lambda folder, sums, name=name: (folder / name).touch(),
+                finish=lambda folder, sums, remarks, name=name: (folder / name).touch(),
                 resume=True,
             )
     write(tmp_path / "out", resume=True)
@@ -216,9 +216,9 @@ def test_verify_folder_refuses_a_folder_that_does_not_open(tmp_path):
 def test_finish_gets_an_empty_folder_and_all_checksums(tmp_path):
     seen = {}
 
-    def spy(folder, checksums):
+    def spy(folder, checksums, remarks):
         seen.update(checksums, files=list(folder.iterdir()))
-        finish(folder, checksums)
+        finish(folder, checksums, remarks)
 
     written = write(tmp_path / "out", finish=spy)
     assert seen.pop("files") == []
