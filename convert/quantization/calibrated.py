@@ -1,0 +1,191 @@
+"""Layers put in codes one after the other, each with what the quantised ones before it give it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen_jax.checkpoint.keys import HEAD
+from qwen_jax.checkpoint.mapping import EMBEDDING
+from qwen_jax.checkpoint.parameters import abstract_parameters
+from qwen_jax.checkpoint.plan import LoadPlan
+from qwen_jax.config import QwenConfig
+from qwen_jax.model.layers import RMSNorm
+from qwen_jax.quant import Rule
+
+from ..calibrate import HiddenStates, quantise_head, quantise_layer
+from ..methods import Solved, dequantise, solve
+from .choice import Choice
+from .hidden_states import StateFolder
+from .packed import Packed, packed
+from .weights import Weights
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_HEAD_STAGE = -1
+_WINDOWS_AT_ONCE = 8
+
+
+class LayerByLayer:
+    """The tensors of a model in codes, in memory a layer at a time.
+
+    Tensors are to be asked for in the order of the model. The first one of a layer has the whole
+    layer solved.
+
+    Args:
+        load: the source.
+        weights: of the source.
+        choice: what becomes of which tensor.
+        tokens: calibration tokens, int32 [N, T].
+        states: where hidden states are kept.
+        tell: told what is done.
+    """
+
+    def __init__(
+        self,
+        load: LoadPlan,
+        weights: Weights,
+        choice: Choice,
+        tokens: np.ndarray,
+        states: StateFolder,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._config = _running(load.config, weights, choice)
+        self._weights, self._choice, self._tokens = weights, choice, tokens
+        self._states, self._tell = states, tell
+        self._hidden: tuple[int, HiddenStates] | None = None
+        self._solved: tuple[int, dict[str, Packed], float] | None = None
+
+    def chunks(self, path: str, part: str) -> Iterator[np.ndarray]:
+        """Yields one of the parts of `quant.abstract.PARTS` of a tensor in codes."""
+        yield getattr(self._stage(path)[path], part)
+
+    def remark(self, path: str) -> dict[str, Any]:
+        """What to say of a tensor; the time of a layer is divided evenly."""
+        tensors = self._stage(path)
+        assert self._solved is not None
+        seconds = self._solved[2] / len(tensors)
+        return {**tensors[path].report.to_json(), "seconds": round(seconds, 3)}
+
+    def _stage(self, path: str) -> Mapping[str, Packed]:
+        """The tensors of the layer of a tensor, or the head."""
+        match = _LAYER.match(path)
+        stage = int(match[1]) if match else _HEAD_STAGE
+        if self._solved is None or self._solved[0] != stage:
+            self._solved = None  # or two layers would be in memory
+            begin = time.monotonic()
+            found = self._solve_head() if stage == _HEAD_STAGE else self._solve_layer(stage)
+            self._solved = (stage, found, time.monotonic() - begin)
+        return self._solved[1]
+
+    def _solve_layer(self, number: int) -> dict[str, Packed]:
+        before = self._before(number)
+        begin = time.monotonic()
+        solved, hidden = self._run_layer(number, before)
+        self._hidden = (number + 1, hidden)
+        self._states.save(number + 1, hidden)
+        layers = self._config.num_hidden_layers
+        seconds = time.monotonic() - begin
+        self._tell(f"layer {number + 1} of {layers}: {len(solved)} tensors in {seconds:.1f} s")
+        place = f"layers.{number}."
+        return self._packed({place + path: tensor for path, tensor in solved.items()})
+
+    def _solve_head(self) -> dict[str, Packed]:
+        hidden = self._before(self._config.num_hidden_layers)
+        normal = self._final_norm(hidden.quantised)
+        weight = self._weights.on_device(HEAD, np.dtype(self._config.dtype))
+        return self._packed({HEAD: quantise_head(normal, weight, self._choice.rules[HEAD])})
+
+    def _packed(self, solved: Mapping[str, Solved]) -> dict[str, Packed]:
+        schemes = self._choice.scheme.tensors
+        return {path: packed(path, tensor, schemes[path]) for path, tensor in solved.items()}
+
+    def _before(self, number: int) -> HiddenStates:
+        """What goes into a layer: at hand, from the disk, or computed from what is there."""
+        if self._hidden is not None and self._hidden[0] == number:
+            return self._hidden[1]
+        self._hidden = None
+        nearest, hidden = self._nearest(number)
+        if nearest < number:
+            self._tell(
+                f"hidden states in front of layer {number + 1} are computed from layer "
+                f"{nearest + 1} on"
+            )
+        for layer in range(nearest, number):
+            # Solved once more: it gives the codes that it gave before, and so the same states.
+            _, hidden = self._run_layer(layer, hidden)
+        self._hidden = (number, hidden)
+        return hidden
+
+    def _nearest(self, number: int) -> tuple[int, HiddenStates]:
+        """The last layer up to a number whose input is known, and that input."""
+        for layer in range(number, 0, -1):
+            found = self._states.load(layer)
+            if found is not None:
+                return layer, found
+        return 0, self._embedded()
+
+    def _run_layer(
+        self, number: int, hidden: HiddenStates
+    ) -> tuple[dict[str, Solved], HiddenStates]:
+        place = f"layers.{number}."
+        rules = {
+            path.removeprefix(place): rule
+            for path, rule in self._choice.rules.items()
+            if path.startswith(place)
+        }
+        layer = self._weights.layer(number, self._config.dtype)
+        result = quantise_layer(layer, self._config, hidden, rules)
+        return result.solved, result.hidden
+
+    def _embedded(self) -> HiddenStates:
+        """Rows of the embedding, as they are and as their codes have them."""
+        ids, places = np.unique(self._tokens, return_inverse=True)
+        places = places.reshape(self._tokens.shape)
+        rows = self._weights.rows(EMBEDDING, ids)
+        reference = rows[places]
+        rule = self._choice.rules.get(EMBEDDING)
+        if rule is None:
+            return HiddenStates(reference, reference)
+        return HiddenStates(_rounded(rows, rule)[places], reference)
+
+    def _final_norm(self, hidden: np.ndarray) -> np.ndarray:
+        config = self._config
+        norm = RMSNorm(
+            config.hidden_size,
+            config.dtype,
+            eps=config.rms_norm_eps,
+            zero_centred=config.zero_centred_norm,
+            implementation=config.implementation,
+        )
+        self._weights.fill(norm, "norm.", abstract_parameters(config))
+        run = jax.jit(norm.__call__)
+        parts = [
+            np.asarray(run(jnp.asarray(hidden[start : start + _WINDOWS_AT_ONCE])))
+            for start in range(0, len(hidden), _WINDOWS_AT_ONCE)
+        ]
+        return np.concatenate(parts)
+
+
+def _rounded(rows: np.ndarray, rule: Rule) -> np.ndarray:
+    """What the codes of some rows stand for; a row's codes depend on nothing but itself."""
+    assert rule.format is not None
+    solved = solve(jnp.asarray(rows), rule)
+    return np.asarray(dequantise(solved.codes, rule.format))
+
+
+def _running(config: QwenConfig, weights: Weights, choice: Choice) -> QwenConfig:
+    """The configuration in which layers are run: float32 where bfloat16 would round a weight.
+
+    On a CPU float32 is faster too.
+    """
+    layers = [path for path in choice.tree if _LAYER.match(path) and path in choice.rules]
+    exact = config.dtype == "bfloat16" and weights.all_bfloat16(layers)
+    dtype = "bfloat16" if exact and jax.default_backend() != "cpu" else "float32"
+    return dataclasses.replace(config, dtype=dtype)

@@ -1,0 +1,119 @@
+"""Weights of a source on their way to codes: read when needed, refused where not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from qwen_jax.checkpoint.assemble import assemble, release, runs, stored_dtype
+from qwen_jax.checkpoint.parameters import abstract_parameters
+from qwen_jax.checkpoint.plan import LoadPlan
+from qwen_jax.errors import CheckpointError
+from qwen_jax.model.decoder import DecoderLayer
+
+from ..methods import bad_weights
+
+RUN_BYTES = 64 << 20
+
+
+class Weights:
+    """The tree tensors of a planned folder.
+
+    Args:
+        load: where each comes from.
+    """
+
+    def __init__(self, load: LoadPlan) -> None:
+        self._load = load
+        self._sources = {source.path: source for source in load.sources}
+
+    def runs(self, path: str) -> Iterator[np.ndarray]:
+        """Yields a tensor in runs along its first axis, of about `RUN_BYTES`, in its stored dtype.
+
+        Raises:
+            CheckpointError: a value is not finite.
+        """
+        folder, source = self._load.folder, self._sources[path]
+        dtype = stored_dtype(folder, source)
+        for rows in runs(folder, source, RUN_BYTES):
+            array = assemble(folder, source, dtype, rows)
+            self.refuse_bad(path, array)
+            yield array
+            del array
+            release(folder, source, rows)
+
+    def rows(self, path: str, numbers: np.ndarray) -> np.ndarray:
+        """Single rows of a tensor, float32 [len(numbers), ...].
+
+        Raises:
+            CheckpointError: a value is not finite.
+        """
+        folder, source = self._load.folder, self._sources[path]
+        whole = assemble(folder, source, stored_dtype(folder, source))
+        found = whole[numbers].astype(np.float32)
+        self.refuse_bad(path, found)
+        release(folder, source)
+        return found
+
+    def on_device(self, path: str, dtype: np.dtype) -> Array:
+        """A whole tensor on the default device.
+
+        Raises:
+            CheckpointError: a value is not finite.
+        """
+        parts = [jnp.array(run.astype(dtype, copy=False)) for run in self.runs(path)]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    def layer(self, number: int, dtype: str) -> DecoderLayer:
+        """A decoder layer with its weights.
+
+        Args:
+            number: which one.
+            dtype: of its parameters, but for those that are float32 in every model.
+
+        Raises:
+            CheckpointError: a value is not finite.
+        """
+        targets = abstract_parameters(self._load.config, dtype)
+        layer = DecoderLayer(self._load.config, number)
+        self.fill(layer, f"layers.{number}.", targets)
+        return layer
+
+    def fill(self, module: nnx.Module, place: str, targets) -> None:
+        """Gives a fresh module its arrays.
+
+        Args:
+            module: holds shapes only.
+            place: what stands before its paths in the tree.
+            targets: shape and dtype by tree path.
+        """
+        filled = []
+        for path, variable in nnx.to_flat_state(nnx.state(module)):
+            name = place + ".".join(map(str, path))
+            variable.set_value(self.on_device(name, np.dtype(targets[name].dtype)))
+            filled.append((path, variable))
+        nnx.update(module, nnx.from_flat_state(filled))
+
+    def all_bfloat16(self, paths: Iterable[str]) -> bool:
+        """Whether tensors are stored in bfloat16, so that it holds them exactly."""
+        folder = self._load.folder
+        return all(
+            stored_dtype(folder, self._sources[path]) == jnp.dtype(jnp.bfloat16) for path in paths
+        )
+
+    def refuse_bad(self, path: str, array: np.ndarray) -> None:
+        """Raises if a value is not finite.
+
+        Raises:
+            CheckpointError: names the tensor.
+        """
+        fault = bad_weights(array)
+        if fault is not None:
+            raise CheckpointError(
+                f"{self._load.folder.path}: {path} holds {fault}; no code stands for such values. "
+                "The release is damaged, or was trained to that: fetch it again, or use another"
+            )
