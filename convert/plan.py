@@ -48,6 +48,7 @@ class Plan:
         edit_files: changes the files in the folder written, at the end; None for no change.
         report: makes the content of `quantization_report.json` from what there is to say of the
             tensors written, by key; None for no such file.
+        scratch_bytes: bytes of files that lie beside the folder while it is written.
         largest_gather: bytes of the largest tensor that is built in memory as a whole.
         remarks: what edits have to say.
         inputs: the files that it is made from.
@@ -67,6 +68,7 @@ class Plan:
     files_left: Sequence[str]
     edit_files: Callable[[Path], None] | None
     report: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    scratch_bytes: int = 0
     largest_gather: int
     remarks: Sequence[str]
     inputs: Inputs

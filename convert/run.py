@@ -26,7 +26,9 @@ def check(plan: Plan, destination: Path, *, resume: bool) -> None:
             f"{destination} is the source or inside it; give a folder outside {plan.source}"
         )
     beside = sum((plan.source / name).stat().st_size for name in plan.side_files)
-    check_destination(destination, resume=resume, nbytes=plan.bytes_out + beside)
+    check_destination(
+        destination, resume=resume, nbytes=plan.bytes_out + beside + plan.scratch_bytes
+    )
 
 
 def holds(plan: Plan, folder: Path) -> bool:

@@ -1,1 +1,1 @@
-"""The parts of `convert.quantize`: what becomes codes, how each tensor is made, what is reported."""
+"""The parts of `convert.quantize`: what becomes codes, how they are made, what is reported."""

@@ -21,7 +21,8 @@ from qwen_jax.model.layers import RMSNorm
 from qwen_jax.quant import Rule
 
 from ..calibrate import HiddenStates, quantise_head, quantise_layer
-from ..methods import Solved, dequantise, solve
+from ..methods import dequantise
+from ..methods.solve import Solved, solve
 from .choice import Choice
 from .hidden_states import StateFolder
 from .packed import Packed, packed

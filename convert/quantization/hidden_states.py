@@ -78,9 +78,7 @@ class StateFolder:
         """What goes into a layer; None if it is not there, damaged, or of another run."""
         try:
             with self._file(layer).open("rb") as stream:
-                header = json.loads(
-                    stream.readline(_LONGEST), object_pairs_hook=without_duplicates
-                )
+                header = json.loads(stream.readline(_LONGEST), object_pairs_hook=without_duplicates)
                 run, number = header["run"], header["layer"]
                 shape, digest = tuple(header["shape"]), header["sha256"]
                 if (run, number) != (self._run, layer):

@@ -100,7 +100,9 @@ def _rule_faults(rule: Any) -> list[str]:
     }
     for name, values in accepted.items():
         # By type too: 1 is not true here, nor 3.0 bits 3.
-        if name in rule and not any(rule[name] == v and type(rule[name]) is type(v) for v in values):
+        if name in rule and not any(
+            rule[name] == v and type(rule[name]) is type(v) for v in values
+        ):
             listing = ", ".join(map(_shown, values))
             faults.append(f"{name} is {_shown(rule[name])}; accepted: {listing}")
     pattern = rule.get("pattern", "*")

@@ -10,63 +10,60 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from qwen_jax.quant import Rule, TensorScheme
-
-from ..methods import TensorReport, solve
-from .packed import Packed, packed
+from ..methods.solve import TensorReport, solve
+from .choice import Choice
+from .packed import packed
 from .weights import Weights
 
 
-class Rounded:
-    """One tensor in codes; of its weights and codes no more than a run is ever in memory.
+class Rounding:
+    """Makes tensors in codes; of their weights and codes no more than a run is ever in memory.
 
     Scales are kept from the making of the codes until they are written. They are made anew where
     the codes were written by an earlier run.
 
     Args:
         weights: of the source.
-        path: of the tensor.
-        rule: its format.
-        scheme: how it is stored.
+        choice: the formats.
     """
 
-    def __init__(self, weights: Weights, path: str, rule: Rule, scheme: TensorScheme) -> None:
-        self._weights, self._path, self._rule, self._scheme = weights, path, rule, scheme
-        self._kept: dict[str, list[np.ndarray]] = {}
-        self._remark: dict[str, Any] = {}
+    def __init__(self, weights: Weights, choice: Choice) -> None:
+        self._weights, self._choice = weights, choice
+        self._kept: dict[tuple[str, str], list[np.ndarray]] = {}
+        self._remarks: dict[str, dict[str, Any]] = {}
 
-    def chunks(self, part: str) -> Iterator[np.ndarray]:
-        """Yields one of the parts of `quant.abstract.PARTS`, run by run."""
+    def chunks(self, path: str, part: str) -> Iterator[np.ndarray]:
+        """Yields one of the parts of `quant.abstract.PARTS` of a tensor, run by run."""
         if part == "codes":
-            yield from self._codes()
+            yield from self._codes(path)
             return
-        if part not in self._kept:
-            for _ in self._codes():
+        if (path, part) not in self._kept:
+            for _ in self._codes(path):
                 pass
-        yield from self._kept.pop(part)
+        yield from self._kept.pop((path, part))
 
-    def remark(self) -> dict[str, Any]:
-        """What to say of it, when the codes were made."""
-        return self._remark
+    def remark(self, path: str) -> dict[str, Any]:
+        """What is reported of a tensor whose codes were made."""
+        return self._remarks.pop(path)
 
-    def _codes(self) -> Iterator[np.ndarray]:
+    def _codes(self, path: str) -> Iterator[np.ndarray]:
         begin, busy = time.monotonic(), 0.0
-        self._kept = {"scale": [], "zero": [], "input_scale": []}
-        reports: list[tuple[TensorReport, float, int]] = []
-        for run in self._weights.runs(self._path):
-            part = self._solved(run)
-            square = float(np.square(run.astype(np.float32), dtype=np.float64).sum())
-            reports.append((part.report, square, run.size))
-            for name, chunks in self._kept.items():
-                if (array := getattr(part, name)) is not None:
-                    chunks.append(array)
+        rule, scheme = self._choice.rules[path], self._choice.scheme.tensors[path]
+        kept: dict[str, list[np.ndarray]] = {"scale": []}
+        if not scheme.format.symmetric:
+            kept["zero"] = []
+        runs: list[tuple[TensorReport, float, int]] = []
+        for run in self._weights.runs(path):
+            part = packed(path, solve(jnp.array(run), rule), scheme)
+            square = float(np.square(run, dtype=np.float32).sum(dtype=np.float64))
+            runs.append((part.report, square, run.size))
+            for name, chunks in kept.items():
+                chunks.append(getattr(part, name))
             busy += time.monotonic() - begin
             yield part.codes
             begin = time.monotonic()
-        self._remark = {**joined(reports).to_json(), "seconds": round(busy, 3)}
-
-    def _solved(self, run: np.ndarray) -> Packed:
-        return packed(self._path, solve(jnp.array(run), self._rule), self._scheme)
+        self._kept |= {(path, name): chunks for name, chunks in kept.items()}
+        self._remarks[path] = {**joined(runs).to_json(), "seconds": round(busy, 3)}
 
 
 def joined(runs: list[tuple[TensorReport, float, int]]) -> TensorReport:

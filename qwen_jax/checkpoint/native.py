@@ -60,6 +60,7 @@ class Record:
         adapters: what was merged, one description an adapter.
         added_tokens: number of tokens that were added to the vocabulary.
         checksums: SHA-256 of each tensor's bytes, as hexadecimal digits, by key.
+        recipe: name of the recipe by which matrices were put in codes; empty if none was.
     """
 
     layout: Layout
@@ -68,10 +69,13 @@ class Record:
     adapters: tuple[str, ...] = ()
     added_tokens: int = 0
     checksums: Mapping[str, str] = field(default_factory=dict)
+    recipe: str = ""
 
     def write(self, folder: Path) -> None:
         """Writes the record into a folder."""
         content = {_VERSION: FORMAT_VERSION, **dataclasses.asdict(self)}
+        if not self.recipe:  # records of floating-point folders have never had it
+            del content["recipe"]
         (folder / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -103,6 +107,7 @@ def _checked(content: Any) -> Record:
     version = content.get(_VERSION)
     refuse_other_version(version if type(version) is int else json.dumps(version))
     names = [field.name for field in dataclasses.fields(Record)]
+    content.setdefault("recipe", "")
     faults = [f"unknown field {show(name)}" for name in content if name not in (*names, _VERSION)]
     for name in names:
         fits, expected = _FIELDS[name]
@@ -136,6 +141,10 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_count, value.values()))
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -153,4 +162,5 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "adapters": (_are_texts, "a list of texts"),
     "added_tokens": (_is_count, "a count"),
     "checksums": (_are_digests, "SHA-256 digests by key"),
+    "recipe": (_is_text, "a name"),
 }

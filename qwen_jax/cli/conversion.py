@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,26 @@ class Job:
 
         return self.resume and self.destination is not None and is_finished(self.destination)
 
-    def run(self, plan: Plan, notes: Notes, *, dry_run: bool, json: bool) -> None:
-        """Show the plan, and unless it is a dry run carry it out and say what was written."""
+    def run(
+        self,
+        plan: Plan,
+        notes: Notes,
+        *,
+        dry_run: bool,
+        json: bool,
+        text: str | None = None,
+        write: Callable[..., Written] | None = None,
+    ) -> None:
+        """Show a plan, and unless it is a dry run carry it out and say what was written.
+
+        Args:
+            plan: what to write.
+            notes: told the plan and what happens.
+            dry_run: show the plan alone.
+            json: write JSON to standard output.
+            text: the plan for a reader; that of `plan_rows` if None.
+            write: writes the plan's folder, as `convert.run.run` does, which is used if None.
+        """
         from convert.run import check, holds
 
         if self.destination and self.finished and holds(plan, self.destination):
@@ -89,12 +107,12 @@ class Job:
             return
         if self.destination is not None:
             check(plan, self.destination, resume=self.resume)
-        text = table(plan_rows(plan))
+        text = table(plan_rows(plan)) if text is None else text
         if dry_run or self.destination is None:
             write_json(plan.as_json()) if json else print(text)
             return
         notes(text)
-        written = self._write(plan, self.destination, notes)
+        written = self._write(plan, self.destination, notes, write)
         seconds = written.seconds
         report = {**plan.as_json(), "destination": str(self.destination), "seconds": seconds}
         for note in written.notes:
@@ -122,13 +140,19 @@ class Job:
         compared = "verified" if "verified" in report else "values not compared"
         write_json(report) if json else print(f"{destination}: complete already, {compared}")
 
-    def _write(self, plan: Plan, destination: Path, notes: Notes) -> Written:
+    def _write(
+        self,
+        plan: Plan,
+        destination: Path,
+        notes: Notes,
+        write: Callable[..., Written] | None,
+    ) -> Written:
         from convert.run import run
         from convert.writing import partial_folder
 
         try:
             with notes.progress(f"writing {destination.name}", plan.bytes_out) as advance:
-                return run(
+                return (write or run)(
                     plan,
                     destination,
                     max_shard_bytes=self.max_shard_bytes,

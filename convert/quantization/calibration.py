@@ -1,0 +1,109 @@
+"""The calibration text of a run: tokens, and what identifies them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qwen_jax.checkpoint.problems import show
+from qwen_jax.config import QwenConfig
+from qwen_jax.errors import RequestError
+from qwen_jax.text import Tokenizer
+from qwen_jax.text.folder import read_tokenizer
+
+from ..calibration_text import read_calibration
+
+WINDOWS = 128
+WINDOW = 512
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Windows of tokens.
+
+    Attributes:
+        tokens: int32 [N, T].
+        files: where they come from, in order; of a chat template of its own, that too.
+    """
+
+    tokens: np.ndarray
+    files: tuple[Path, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For the report, and to tell this calibration from another."""
+        windows, window = self.tokens.shape
+        return {
+            "files": [
+                {"name": show(file.name), "bytes": file.stat().st_size, "sha256": _digest(file)}
+                for file in self.files
+            ],
+            "windows": windows,
+            "window": window,
+            "tokens_sha256": hashlib.sha256(self.tokens.astype("<i4").tobytes()).hexdigest(),
+        }
+
+
+def prepare_calibration(
+    files: Sequence[Path],
+    folder: Path,
+    config: QwenConfig,
+    *,
+    windows: int = WINDOWS,
+    window: int = WINDOW,
+    chat_template: Path | None = None,
+) -> Calibration:
+    """Reads calibration text with the tokenizer of a model folder.
+
+    Args:
+        files: see `read_calibration`.
+        folder: the model's.
+        config: of the model.
+        windows: most windows.
+        window: tokens of one.
+        chat_template: a Jinja file in place of the model's own template.
+
+    Raises:
+        RequestError: what `read_calibration` refuses, a number below 1, a window beyond the
+            model's context, a template that cannot be read, or a tokenizer that is not this
+            model's.
+        CheckpointError: the tokenizer's files are damaged.
+    """
+    limit = config.max_position_embeddings
+    if windows < 1 or not 1 <= window <= limit:
+        raise RequestError(
+            f"calibration of {windows} windows of {window} tokens; accepted are at least one "
+            f"window, and 1 to {limit} tokens, the model's context"
+        )
+    tokenizer = _tokenizer(folder, chat_template)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise RequestError(
+            f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}, the model's "
+            f"embedding {config.vocab_size} rows, so it is another model's; put the model's own "
+            "tokenizer files there, or give files of token ids (.npy)"
+        )
+    tokens = read_calibration(files, tokenizer, config.vocab_size, window=window, windows=windows)
+    beside = () if chat_template is None else (chat_template,)
+    return Calibration(tokens, (*files, *beside))
+
+
+def _tokenizer(folder: Path, chat_template: Path | None) -> Tokenizer | None:
+    files = read_tokenizer(folder)
+    if files is None:
+        return None
+    templates = dict(files.chat_templates)
+    if chat_template is not None:
+        try:
+            templates["default"] = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise RequestError(f"chat template {show(chat_template)}: {error}") from error
+    return Tokenizer(files.backend, special_tokens=files.special_tokens, chat_templates=templates)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

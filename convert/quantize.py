@@ -1,0 +1,263 @@
+"""From any folder that people have to a native one in codes of 3, 4 or 8 bits.
+
+`quantization` holds the parts; `writing` writes, and goes on where a run was interrupted. Tensors
+are made while they are written, a layer in memory at a time:
+
+- with calibration text layer by layer, each with what the quantised ones before it give it;
+- without it, and for the embedding and the multi-token prediction head, run by run by rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from qwen_jax.checkpoint.assemble import stored_dtype
+from qwen_jax.checkpoint.keys import HEAD, MTP
+from qwen_jax.checkpoint.mapping import EMBEDDING
+from qwen_jax.checkpoint.native import Record, read_record
+from qwen_jax.checkpoint.plan import LoadPlan
+from qwen_jax.checkpoint.problems import listed
+from qwen_jax.quant import RECIPES, Method, Recipe
+
+from .inputs import Inputs
+from .outputs import largest_gather, outputs
+from .plan import Plan, describe, gather_inputs, identity
+from .quantization.calibrated import LayerByLayer
+from .quantization.calibration import Calibration
+from .quantization.choice import WITHOUT_DATA, Choice, choose
+from .quantization.estimate import Estimate
+from .quantization.hidden_states import KEPT, StateFolder
+from .quantization.report import make_report
+from .quantization.rounding import Rounding
+from .quantization.source import open_floats
+from .quantization.tensors import NATIVE, Maker, output_tensors, path_of_codes
+from .quantization.weights import Weights
+from .run import run
+from .side_files import side_files, written_config
+from .writing import Written, partial_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationPlan(Plan):
+    """A folder in codes to be written.
+
+    Attributes:
+        choice: what becomes codes.
+        calibration: the text; None to round everything without data.
+    """
+
+    choice: Choice
+    calibration: Calibration | None
+
+    @property
+    def estimate(self) -> Estimate:
+        """Sizes, and what the run takes."""
+        shape = None if self.calibration is None else self.calibration.tokens.shape
+        return Estimate(self.load.config, self.choice, self.tensors, shape)
+
+    @property
+    def peak_memory(self) -> int:
+        """Estimate of the bytes of host memory that the run takes, mapped files not counted."""
+        return self.estimate.peak_memory + self.largest_gather
+
+    @property
+    def seconds(self) -> float:
+        """Estimate of the time."""
+        return self.estimate.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as a JSON object, tensors counted only."""
+        calibration = None if self.calibration is None else self.calibration.to_json()
+        return super().as_json() | self.estimate.as_json() | {"calibration": calibration}
+
+
+def plan_quantization(
+    source: Path,
+    recipe: Recipe,
+    *,
+    method: Method | None = None,
+    calibration: Calibration | None = None,
+) -> QuantizationPlan:
+    """Plans to put a model folder into codes.
+
+    The vision tower stays behind; the multi-token prediction head goes along.
+
+    Args:
+        source: a folder in any layout that is read. Weights that are quantised in another
+            program's format are dequantised first.
+        recipe: what becomes codes.
+        method: in place of the method of every rule.
+        calibration: text that codes are fitted to.
+
+    Returns:
+        The plan. Headers and small files have been read, and calibration text.
+
+    Raises:
+        CheckpointError: the folder is damaged, not understood, or quantised by this program.
+        ConfigError: the configuration is malformed or not implemented.
+        RequestError: the recipe does not fit the model, or the method needs calibration text.
+    """
+    opened = open_floats(source)
+    folder, load = opened.folder, opened.load
+    choice = choose(_tree(load), recipe, method=method, calibrated=calibration is not None)
+    taken, left = side_files(source)
+    before = read_record(source) or Record(layout=load.layout)
+    record = describe(before, load, folder, vision=False)
+    inputs = gather_inputs(folder, taken)
+    if calibration is not None:
+        texts = {f"calibration file {i}": file for i, file in enumerate(calibration.files, 1)}
+        inputs = Inputs({**inputs.small, **texts}, inputs.large)
+    options = {
+        "rules": [dataclasses.asdict(rule) for rule in choice.recipe.rules],
+        "calibration": None if calibration is None else calibration.to_json(),
+    }
+    config = written_config(
+        opened.raw_config,
+        load.config,
+        vision=False,
+        changes={},
+        dequantised=bool(folder.format_counts),
+    )
+    return QuantizationPlan(
+        source=source,
+        load=load,
+        tensors=output_tensors(load.config, load.mtp_layers, choice, kept=_not_yet, maker=_not_yet),
+        native=True,
+        record=dataclasses.replace(record, recipe=recipe.name),
+        before=before,
+        edited=set(choice.scheme.tensors),
+        config={**config, "quantization_config": choice.scheme.to_config()},
+        side_files=taken,
+        files_left=left,
+        edit_files=None,
+        scratch_bytes=_scratch_bytes(load, calibration),
+        largest_gather=largest_gather(load, NATIVE),
+        remarks=_remarks(choice, folder.format_counts, calibrated=calibration is not None),
+        inputs=inputs,
+        identity=identity(folder, inputs, options),
+        choice=choice,
+        calibration=calibration,
+    )
+
+
+def quantize(
+    plan: QuantizationPlan,
+    destination: Path,
+    *,
+    max_shard_bytes: int,
+    resume: bool = False,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Written:
+    """Writes the folder of a plan.
+
+    Args:
+        plan: what to write.
+        destination: the folder to be; it must not exist. Until all is done the work is in
+            folders beside it, whose names end in `.partial` and `.calibration`.
+        max_shard_bytes: most bytes of tensors in a file; no file holds tensors of two layers.
+        resume: whether to go on, at the first layer that is not finished, with the work of a run
+            that was interrupted.
+        progress: called with the bytes written since the last call.
+        tell: called with a line when a layer is solved.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: as `run.run` does, and where a weight is not finite.
+    """
+    states = StateFolder(destination, plan.identity)
+    makers = _Makers(plan, states, tell)
+    told = None if plan.calibration is None else plan.calibration.to_json()
+
+    def report(remarks: Mapping[str, Any]) -> Mapping[str, Any]:
+        by_path = {path_of_codes(key): remark for key, remark in remarks.items()}
+        return make_report(plan.choice, told, by_path)
+
+    tensors = output_tensors(
+        plan.load.config,
+        plan.load.mtp_layers,
+        plan.choice,
+        kept=makers.kept,
+        maker=makers.maker,
+    )
+    try:
+        return run(
+            dataclasses.replace(plan, tensors=tensors, report=report),
+            destination,
+            max_shard_bytes=max_shard_bytes,
+            resume=resume,
+            progress=progress,
+        )
+    finally:
+        if not partial_folder(destination).exists():
+            states.clear()
+
+
+class _Makers:
+    """What makes each tensor."""
+
+    def __init__(
+        self, plan: QuantizationPlan, states: StateFolder, tell: Callable[[str], None]
+    ) -> None:
+        self._choice, self._weights = plan.choice, Weights(plan.load)
+        self._floats = {tensor.key: tensor.chunks for tensor in outputs(plan.load, NATIVE)}
+        self._rounding: Maker = Rounding(self._weights, plan.choice)
+        self._layers: Maker | None = None
+        if plan.calibration is not None:
+            tokens = plan.calibration.tokens
+            self._layers = LayerByLayer(plan.load, self._weights, plan.choice, tokens, states, tell)
+
+    def maker(self, path: str) -> Maker:
+        """What makes a tensor in codes."""
+        blind = path == EMBEDDING or path.startswith(MTP)
+        plain_head = path == HEAD and self._choice.rules[path].method == WITHOUT_DATA
+        if self._layers is None or blind or plain_head:
+            return self._rounding
+        return self._layers
+
+    def kept(self, key: str) -> Iterator[np.ndarray]:
+        """Yields a tensor that stays as it is."""
+        for chunk in self._floats[key]():
+            self._weights.refuse_bad(key, chunk)
+            yield chunk
+
+
+def _not_yet(name: str) -> Any:
+    raise RuntimeError(f"internal error: {name} is asked for before its plan is carried out")
+
+
+def _scratch_bytes(load: LoadPlan, calibration: Calibration | None) -> int:
+    """Bytes of the hidden states that are kept beside the folder while it is written."""
+    if calibration is None:
+        return 0
+    return 2 * 4 * calibration.tokens.size * load.config.hidden_size * (KEPT + 1)
+
+
+def _tree(load: LoadPlan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and stored dtype of each tensor by tree path."""
+    return {
+        source.path: jax.ShapeDtypeStruct(source.shape, stored_dtype(load.folder, source))
+        for source in load.sources
+    }
+
+
+def _remarks(choice: Choice, formats: Mapping[str, int], *, calibrated: bool) -> list[str]:
+    """What a person should know about a plan."""
+    notes = []
+    if formats:
+        counts = ", ".join(f"{count} x {name}" for name, count in formats.items())
+        notes.append(f"already quantised matrices are dequantised first ({counts})")
+    if choice.recipe.name not in RECIPES and choice.idle:
+        notes.append(f"patterns that match no tensor of this model: {listed(choice.idle)}")
+    if not calibrated:
+        notes.append("no calibration text: all is rounded without data")
+    return notes
