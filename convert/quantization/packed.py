@@ -16,6 +16,7 @@ from qwen_jax.quant import TensorScheme
 from ..methods.solve import Solved, TensorReport
 
 _VALUES_AT_ONCE = 16 << 20
+_WORTH_COMPILING = 4 << 20
 _pack = jax.jit(pack, static_argnums=1)
 
 
@@ -72,6 +73,8 @@ def packed(path: str, solved: Solved, scheme: TensorScheme) -> Packed:
 
 def _packed_values(values: np.ndarray, bits: int) -> np.ndarray:
     """Packs on the device, some rows at a time: there a row takes several times its memory."""
+    if values.size < _WORTH_COMPILING:
+        return pack(values, bits)
     flat = values.reshape(-1, values.shape[-1])
     step = max(1, _VALUES_AT_ONCE // values.shape[-1])
     parts = [
