@@ -10,13 +10,12 @@ are made while they are written, a layer in memory at a time:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from qwen_jax.checkpoint.assemble import stored_dtype
 from qwen_jax.checkpoint.keys import HEAD, MTP
@@ -39,7 +38,7 @@ from .quantization.rounding import Rounding
 from .quantization.source import open_floats
 from .quantization.tensors import NATIVE, Maker, output_tensors, path_of_codes
 from .quantization.weights import Weights
-from .run import run
+from .run import check, run
 from .side_files import side_files, written_config
 from .writing import Written, partial_folder
 
@@ -174,8 +173,13 @@ def quantize(
     Raises:
         CheckpointError: as `run.run` does, and where a weight is not finite.
     """
+    check(plan, destination, resume=resume)
+    weights = Weights(plan.load)
+    # First of all: hours of work would be lost to a fault in the last layer.
+    tell("looking for weights that are not finite")
+    weights.refuse_bad()
     states = StateFolder(destination, plan.identity)
-    makers = _Makers(plan, states, tell)
+    makers = _Makers(plan, weights, states, tell)
     told = None if plan.calibration is None else plan.calibration.to_json()
 
     def report(remarks: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -186,7 +190,7 @@ def quantize(
         plan.load.config,
         plan.load.mtp_layers,
         plan.choice,
-        kept=makers.kept,
+        kept=lambda key: makers.kept[key](),
         maker=makers.maker,
     )
     try:
@@ -206,15 +210,19 @@ class _Makers:
     """What makes each tensor."""
 
     def __init__(
-        self, plan: QuantizationPlan, states: StateFolder, tell: Callable[[str], None]
+        self,
+        plan: QuantizationPlan,
+        weights: Weights,
+        states: StateFolder,
+        tell: Callable[[str], None],
     ) -> None:
-        self._choice, self._weights = plan.choice, Weights(plan.load)
-        self._floats = {tensor.key: tensor.chunks for tensor in outputs(plan.load, NATIVE)}
-        self._rounding: Maker = Rounding(self._weights, plan.choice)
+        self._choice = plan.choice
+        self.kept = {tensor.key: tensor.chunks for tensor in outputs(plan.load, NATIVE)}
+        self._rounding: Maker = Rounding(weights, plan.choice)
         self._layers: Maker | None = None
         if plan.calibration is not None:
             tokens = plan.calibration.tokens
-            self._layers = LayerByLayer(plan.load, self._weights, plan.choice, tokens, states, tell)
+            self._layers = LayerByLayer(plan.load, weights, plan.choice, tokens, states, tell)
 
     def maker(self, path: str) -> Maker:
         """What makes a tensor in codes."""
@@ -223,12 +231,6 @@ class _Makers:
         if self._layers is None or blind or plain_head:
             return self._rounding
         return self._layers
-
-    def kept(self, key: str) -> Iterator[np.ndarray]:
-        """Yields a tensor that stays as it is."""
-        for chunk in self._floats[key]():
-            self._weights.refuse_bad(key, chunk)
-            yield chunk
 
 
 def _not_yet(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,8 +93,8 @@ def write_config(values: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_report(values: Mapping[str, Any], folder: Path) -> None:
-    """Writes `quantization_report.json`."""
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    """Writes `quantization_report.json`; a number that JSON cannot hold is written as null."""
+    text = json.dumps(_finite(values), indent=2, ensure_ascii=False) + "\n"
     (folder / REPORT).write_text(text, encoding="utf-8")
 
 
@@ -140,6 +141,14 @@ def written_config(
         "pad_token_id": config.pad_token_id,
         **({} if stated else {name: raw[name] for name in _DTYPES if name in raw}),
     }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_bfloat16(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Rounding:
         runs: list[tuple[TensorReport, float, int]] = []
         for run in self._weights.runs(path):
             part = packed(path, solve(jnp.array(run), rule), scheme)
-            square = float(np.square(run, dtype=np.float32).sum(dtype=np.float64))
+            square = float(np.square(run.astype(np.float64)).sum())
             runs.append((part.report, square, run.size))
             for name, chunks in kept.items():
                 chunks.append(getattr(part, name))

@@ -1,7 +1,8 @@
-"""Weights of a source on their way to codes: read when needed, refused where not finite."""
+"""Weights of a source on their way to codes, read when they are needed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
@@ -12,10 +13,8 @@ from jax import Array
 from qwen_jax.checkpoint.assemble import assemble, release, runs, stored_dtype
 from qwen_jax.checkpoint.parameters import abstract_parameters
 from qwen_jax.checkpoint.plan import LoadPlan
-from qwen_jax.errors import CheckpointError
+from qwen_jax.checkpoint.problems import Problems, show
 from qwen_jax.model.decoder import DecoderLayer
-
-from ..methods import bad_weights
 
 RUN_BYTES = 64 << 20
 
@@ -32,39 +31,25 @@ class Weights:
         self._sources = {source.path: source for source in load.sources}
 
     def runs(self, path: str) -> Iterator[np.ndarray]:
-        """Yields a tensor in runs along its first axis, of about `RUN_BYTES`, in its stored dtype.
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """Yields a tensor in runs along its first axis, of about `RUN_BYTES`, in its stored dtype."""
         folder, source = self._load.folder, self._sources[path]
         dtype = stored_dtype(folder, source)
         for rows in runs(folder, source, RUN_BYTES):
             array = assemble(folder, source, dtype, rows)
-            self.refuse_bad(path, array)
             yield array
             del array
             release(folder, source, rows)
 
     def rows(self, path: str, numbers: np.ndarray) -> np.ndarray:
-        """Single rows of a tensor, float32 [len(numbers), ...].
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """Single rows of a tensor, float32 [len(numbers), ...]."""
         folder, source = self._load.folder, self._sources[path]
         whole = assemble(folder, source, stored_dtype(folder, source))
         found = whole[numbers].astype(np.float32)
-        self.refuse_bad(path, found)
         release(folder, source)
         return found
 
     def on_device(self, path: str, dtype: np.dtype) -> Array:
-        """A whole tensor on the default device.
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """A whole tensor on the default device."""
         parts = [jnp.array(run.astype(dtype, copy=False)) for run in self.runs(path)]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -74,9 +59,6 @@ class Weights:
         Args:
             number: which one.
             dtype: of its parameters, but for those that are float32 in every model.
-
-        Raises:
-            CheckpointError: a value is not finite.
         """
         targets = abstract_parameters(self._load.config, dtype)
         layer = DecoderLayer(self._load.config, number)
@@ -105,15 +87,23 @@ class Weights:
             stored_dtype(folder, self._sources[path]) == jnp.dtype(jnp.bfloat16) for path in paths
         )
 
-    def refuse_bad(self, path: str, array: np.ndarray) -> None:
-        """Raises if a value is not finite.
+    def refuse_bad(self) -> None:
+        """Reads every tensor, and raises if a value is not finite.
 
         Raises:
-            CheckpointError: names the tensor.
+            CheckpointError: names the tensors, and how many values of each.
         """
-        fault = bad_weights(array)
-        if fault is not None:
-            raise CheckpointError(
-                f"{self._load.folder.path}: {path} holds {fault}; no code stands for such values. "
-                "The release is damaged, or was trained to that: fetch it again, or use another"
-            )
+        problems = Problems()
+        for path in self._sources:
+            faults = Counter[str]()
+            for run in self.runs(path):
+                if not np.isfinite(run).all():
+                    faults["NaN"] += int(np.isnan(run).sum())
+                    faults["infinite"] += int(np.isinf(run).sum())
+            found = ", ".join(f"{count} {kind}" for kind, count in faults.items() if count)
+            if found:
+                problems.add("not finite", f"{show(path)}: {found}")
+        problems.raise_if_any(
+            f"{self._load.folder.path} holds weights that no code stands for",
+            "The folder is damaged, or its training went wrong: fetch it again, or use another.",
+        )
