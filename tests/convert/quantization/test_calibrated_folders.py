@@ -1,0 +1,135 @@
+"""Folders calibrated layer by layer: what is reported, and runs that go on where others ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convert.quantization.calibration import Calibration, prepare_calibration
+from convert.quantization.recipe_file import read_recipe
+from convert.quantize import QuantizationPlan, plan_quantization, quantize
+from convert.writing.journal import read_journal
+from qwen_jax.config import QwenConfig
+from qwen_jax.errors import CheckpointError, RequestError
+from tests.convert.quantization import models
+from tests.convert.quantization.models import WINDOW, WINDOWS
+from tests.convert.writing.folders import contents
+
+ROOT = Path(__file__).parents[3]
+LIMIT = 1 << 30
+PARTS = 5  # embedding, two layers, head, MTP head
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    models.source(folder / "source", mtp=1)
+    models.recipe(folder)
+    models.tokens(folder)
+    return folder
+
+
+def plan(place: Path) -> QuantizationPlan:
+    return plan_quantization(
+        place / "source",
+        read_recipe(str(place / "mine.json")),
+        calibration=calibration(place, place / "tokens.npy"),
+    )
+
+
+def calibration(place: Path, file: Path, **settings: Any) -> Calibration:
+    source = place / "source"
+    settings = {"windows": WINDOWS, "window": WINDOW, **settings}
+    return prepare_calibration([file], source, QwenConfig.from_hf(source), **settings)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> dict[str, bytes]:
+    """The files of a run that nothing interrupts."""
+    quantize(plan(place), place / "whole", max_shard_bytes=LIMIT)
+    assert not list(place.glob("whole?*"))
+    return comparable(place / "whole")
+
+
+def comparable(folder: Path) -> dict[str, bytes]:
+    """Every file by name; of the report all but the times."""
+    files = contents(folder)
+    report = json.loads(files["quantization_report.json"])
+    assert report.pop("seconds") > 0
+    return files | {"quantization_report.json": json.dumps(report).encode()}
+
+
+@pytest.fixture(autouse=True)
+def _disk_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def test_report(place, whole):
+    report = json.loads(whole["quantization_report.json"])
+    coded = {path for path in report["tensors"] if not path.startswith(("mtp.", "embed"))}
+    for path, tensor in report["tensors"].items():
+        seen = path in coded
+        assert (tensor["samples_mean"] > 0) == seen, path
+        assert (tensor["output_error"] is not None) == seen, path
+        assert tensor["method"] == ("gptq" if seen else "round-to-nearest"), path
+    # Both layers have three matrices of the shared expert and two stacks; one has four more of
+    # attention, the other three of the delta rule. Then there is the head.
+    assert len(coded) == 2 * 5 + 4 + 3 + 1
+    assert report["calibration"]["windows"] == WINDOWS
+    assert report["calibration"]["window"] == WINDOW
+    (file,) = report["calibration"]["files"]
+    assert file["bytes"] == (place / "tokens.npy").stat().st_size
+
+
+class Stopped(Exception):
+    """What ends a run."""
+
+
+def stop_after(nbytes: int):
+    left = [nbytes]
+
+    def progress(advance: int) -> None:
+        left[0] -= advance
+        if left[0] < 0:
+            raise Stopped
+
+    return progress
+
+
+def interrupted(place: Path, out: Path, nbytes: int) -> int:
+    """Runs until so many bytes are written; gives the number of parts that are finished."""
+    with pytest.raises(Stopped):
+        quantize(plan(place), out, max_shard_bytes=LIMIT, resume=True, progress=stop_after(nbytes))
+    return len(read_journal(out.with_name(out.name + ".partial")).finished)
+
+
+def sizes(whole: dict[str, bytes]) -> list[int]:
+    """Bytes of tensors in each shard."""
+    shards = [data for name, data in sorted(whole.items()) if name.endswith(".safetensors")]
+    return [len(data) - 8 - int.from_bytes(data[:8], "little") for data in shards]
+
+
+@pytest.mark.parametrize("lose", ["nothing", "states", "newest"])
+def test_a_run_goes_on_to_the_same_bytes(place, whole, tmp_path, lose):
+    """Stopped in every part in turn; hidden states that are lost are made again."""
+    out, told = tmp_path / "out", list[str]()
+    for part in range(PARTS - 1):
+        reached = interrupted(place, out, sum(sizes(whole)[:part]) + 1)
+        assert reached == part
+        states = sorted((tmp_path / "out.calibration").glob("*"))
+        for file in {"nothing": [], "states": states, "newest": states[-1:]}[lose]:
+            file.write_bytes(b"?")
+    written = quantize(plan(place), out, max_shard_bytes=LIMIT, resume=True, tell=told.append)
+    assert len(written.reused) == PARTS - 2
+    assert comparable(out) == whole
+    assert not list(tmp_path.glob("out?*"))
