@@ -14,7 +14,6 @@ import numpy as np
 
 from qwen_jax.checkpoint.keys import HEAD
 from qwen_jax.checkpoint.mapping import EMBEDDING
-from qwen_jax.checkpoint.parameters import abstract_parameters
 from qwen_jax.checkpoint.plan import LoadPlan
 from qwen_jax.config import QwenConfig
 from qwen_jax.model.layers import RMSNorm
@@ -141,7 +140,7 @@ class LayerByLayer:
             for path, rule in self._choice.rules.items()
             if path.startswith(place)
         }
-        layer = self._weights.layer(number, self._config.dtype)
+        layer = self._weights.layer(number, self._config)
         result = quantise_layer(layer, self._config, hidden, rules)
         return result.solved, result.hidden
 
@@ -165,7 +164,7 @@ class LayerByLayer:
             zero_centred=config.zero_centred_norm,
             implementation=config.implementation,
         )
-        self._weights.fill(norm, "norm.", abstract_parameters(config))
+        self._weights.fill(norm, "norm.", config)
         run = jax.jit(norm.__call__)
         parts = [
             np.asarray(run(jnp.asarray(hidden[start : start + _WINDOWS_AT_ONCE])))

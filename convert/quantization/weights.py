@@ -14,6 +14,7 @@ from qwen_jax.checkpoint.assemble import assemble, release, runs, stored_dtype
 from qwen_jax.checkpoint.parameters import abstract_parameters
 from qwen_jax.checkpoint.plan import LoadPlan
 from qwen_jax.checkpoint.problems import Problems, show
+from qwen_jax.config import QwenConfig
 from qwen_jax.model.decoder import DecoderLayer
 
 RUN_BYTES = 64 << 20
@@ -31,7 +32,7 @@ class Weights:
         self._sources = {source.path: source for source in load.sources}
 
     def runs(self, path: str) -> Iterator[np.ndarray]:
-        """Yields a tensor in runs along its first axis, of about `RUN_BYTES`, in its stored dtype."""
+        """Yields a tensor in its stored dtype, in runs of about `RUN_BYTES` along its first axis."""
         folder, source = self._load.folder, self._sources[path]
         dtype = stored_dtype(folder, source)
         for rows in runs(folder, source, RUN_BYTES):
@@ -53,26 +54,21 @@ class Weights:
         parts = [jnp.array(run.astype(dtype, copy=False)) for run in self.runs(path)]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-    def layer(self, number: int, dtype: str) -> DecoderLayer:
-        """A decoder layer with its weights.
-
-        Args:
-            number: which one.
-            dtype: of its parameters, but for those that are float32 in every model.
-        """
-        targets = abstract_parameters(self._load.config, dtype)
-        layer = DecoderLayer(self._load.config, number)
-        self.fill(layer, f"layers.{number}.", targets)
+    def layer(self, number: int, config: QwenConfig) -> DecoderLayer:
+        """A decoder layer with its weights, in the dtype of a configuration."""
+        layer = DecoderLayer(config, number)
+        self.fill(layer, f"layers.{number}.", config)
         return layer
 
-    def fill(self, module: nnx.Module, place: str, targets) -> None:
+    def fill(self, module: nnx.Module, place: str, config: QwenConfig) -> None:
         """Gives a fresh module its arrays.
 
         Args:
             module: holds shapes only.
             place: what stands before its paths in the tree.
-            targets: shape and dtype by tree path.
+            config: of the model that it is a part of.
         """
+        targets = abstract_parameters(config)
         filled = []
         for path, variable in nnx.to_flat_state(nnx.state(module)):
             name = place + ".".join(map(str, path))

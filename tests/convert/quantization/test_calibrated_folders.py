@@ -7,12 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from convert.quantization.calibration import Calibration, prepare_calibration
@@ -133,3 +130,76 @@ def test_a_run_goes_on_to_the_same_bytes(place, whole, tmp_path, lose):
     assert len(written.reused) == PARTS - 2
     assert comparable(out) == whole
     assert not list(tmp_path.glob("out?*"))
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(place, whole, tmp_path):
+    """Killed after a layer is solved, while it is written or before."""
+    out, work = tmp_path / "out", tmp_path / "out.partial"
+    program = (
+        "import sys, pathlib\n"
+        "from tests.convert.quantization.test_calibrated_folders import LIMIT, plan\n"
+        "from convert.quantize import quantize\n"
+        "place, out = map(pathlib.Path, sys.argv[1:])\n"
+        "quantize(plan(place), out, max_shard_bytes=LIMIT, tell=print)\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-u", "-c", program, place, out],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("layer 2 of 2"):
+                break
+        run.send_signal(signal.SIGKILL)
+    assert run.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert not (work / "config.json").exists()
+    written = quantize(plan(place), out, max_shard_bytes=LIMIT, resume=True)
+    assert len(written.reused) in (1, 2, 3)
+    assert comparable(out) == whole
+    assert not list(tmp_path.glob("out?*"))
+
+
+def test_text_that_changed_is_not_gone_on_with(place, whole, tmp_path):
+    out = tmp_path / "out"
+    interrupted(place, out, sizes(whole)[0] + 1)
+    other = models.tokens(tmp_path, top=50)
+    changed = plan_quantization(
+        place / "source",
+        read_recipe(str(place / "mine.json")),
+        calibration=calibration(place, other),
+    )
+    with pytest.raises(CheckpointError, match="begun by another conversion") as caught:
+        quantize(changed, out, max_shard_bytes=LIMIT, resume=True)
+    assert "tokens_sha256" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "top", "settings", "words"),
+    [
+        (WINDOW - 1, 96, {}, ("15", "16")),
+        (64, 97 + 30, {}, ("96",)),
+        (64, 96, {"windows": 0}, ("0 windows",)),
+        (64, 96, {"window": 257}, ("257", "256")),
+        (64, 96, {"window": 0}, ("0 tokens",)),
+    ],
+)
+def test_calibration_that_is_refused(place, tmp_path, count, top, settings, words):
+    with pytest.raises(RequestError) as caught:
+        calibration(place, models.tokens(tmp_path, count, top), **settings)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_tokenizer_of_another_model_is_refused(place, demo_path, tmp_path):
+    """The demo's has 4096 ids, the model's embedding 96 rows; token files need no tokenizer."""
+    folder = tmp_path / "model"
+    models.source(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo_path / name).read_bytes())
+    with pytest.raises(RequestError, match=r"another model's.*\.npy"):
+        prepare_calibration(
+            [place / "tokens.npy"], folder, QwenConfig.from_hf(folder), windows=1, window=WINDOW
+        )
