@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
 from .console import Notes, accept_any_text, duration, size, table, write_json
 from .conversion import Job, find_source, plan_rows
@@ -74,6 +75,10 @@ def quantize(
         raise RequestError(
             "no destination: qwen-jax quantize SOURCE DESTINATION; without one, --dry-run says "
             "what would be done; see qwen-jax quantize --help"
+        )
+    if not dry_run and source.lower() in PRESET_NAMES and not Path(source).exists():
+        raise RequestError(
+            f"{source} names a shape, which has no weights; give a model folder, or --dry-run"
         )
     settings = _calibration_settings(calibration, calibration_windows, window, chat_template)
     job = Job.prepare(source, destination, max_shard_size, resume=resume, verify=False)
