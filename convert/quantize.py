@@ -35,11 +35,11 @@ from .quantization.estimate import Estimate
 from .quantization.hidden_states import KEPT, StateFolder
 from .quantization.report import make_report
 from .quantization.rounding import Rounding
-from .quantization.source import open_floats
 from .quantization.tensors import NATIVE, Maker, output_tensors, path_of_codes
 from .quantization.weights import Weights
 from .run import check, run
 from .side_files import side_files, written_config
+from .source import open_source
 from .writing import Written, partial_folder
 
 
@@ -103,7 +103,7 @@ def plan_quantization(
         ConfigError: the configuration is malformed or not implemented.
         RequestError: the recipe does not fit the model, or the method needs calibration text.
     """
-    opened = open_floats(source)
+    opened = open_source(source)
     folder, load = opened.folder, opened.load
     choice = choose(_tree(load), recipe, method=method, calibrated=calibration is not None)
     taken, left = side_files(source)

@@ -32,7 +32,7 @@ class Weights:
         self._sources = {source.path: source for source in load.sources}
 
     def runs(self, path: str) -> Iterator[np.ndarray]:
-        """Yields a tensor in its stored dtype, in runs of about `RUN_BYTES` along its first axis."""
+        """Yields a tensor in its stored dtype, in runs of some `RUN_BYTES` along its first axis."""
         folder, source = self._load.folder, self._sources[path]
         dtype = stored_dtype(folder, source)
         for rows in runs(folder, source, RUN_BYTES):

@@ -94,13 +94,11 @@ def quantize(
     else:
         folder = find_source(source, revision, notes)
     from convert.quantization.calibration import prepare_calibration
-    from convert.quantization.source import refuse_own_codes
     from convert.quantize import plan_quantization
     from convert.quantize import quantize as write
 
     from ..config import QwenConfig
 
-    refuse_own_codes(folder)
     text = None
     if settings is not None:
         files = [Path(name) for name in calibration]

@@ -175,9 +175,10 @@ def test_weights_that_are_not_finite_are_named(shell, key, value):
     shell.refused(folder, *words, verb="quantize", options=("--recipe", rules))
 
 
-def test_codes_are_not_quantised_again(shell):
+@pytest.mark.parametrize("verb", ["quantize", "convert", "export"])
+def test_codes_are_not_taken_for_weights(shell, verb):
     codes = quantised(shell, source(shell.place / "source"))
-    shell.refused(codes, "quantised already (recipe mine)", "made from", verb="quantize")
+    shell.refused(codes, "quantised already", "(recipe mine)", "made from", verb=verb)
 
 
 def test_another_format_is_dequantised_first(shell):
