@@ -1,0 +1,64 @@
+"""Codes read again from the shards that a run has finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pallas_kernels.dequant_matmul.layout import unpack
+from qwen_jax.checkpoint.header import TensorInfo, read_header
+from qwen_jax.checkpoint.keys import speller
+from qwen_jax.checkpoint.safetensors_io import TensorFolder
+from qwen_jax.errors import CheckpointError
+
+from ..methods import Codes
+from .choice import Choice
+from .tensors import NATIVE
+
+
+class WrittenCodes:
+    """The codes in a work folder, as far as it has got.
+
+    Args:
+        work: the folder; a shard has its name there when it is complete.
+        choice: what is in codes.
+    """
+
+    def __init__(self, work: Path, choice: Choice) -> None:
+        self._work, self._choice = work, choice
+        self._key = speller(NATIVE.prefix)
+
+    def read(self, paths: list[str]) -> dict[str, tuple[Codes, np.ndarray | None]] | None:
+        """Codes, and factors of inputs, of tensors by tree path; None if one is not there yet."""
+        folder = TensorFolder(self._work, self._tensors(), ())
+        found = {}
+        for path in paths:
+            scheme, key = self._choice.scheme.tensors[path], self._key(path)
+            parts = ["codes", "scale"]
+            parts += ["zero"] * (not scheme.format.symmetric)
+            parts += ["input_scale"] * scheme.input_scale
+            if any(f"{key}.{part}" not in folder.tensors for part in parts):
+                return None
+            arrays = {part: folder.read(f"{key}.{part}") for part in parts}
+            values = _unpacked(arrays["codes"], self._choice.tree[path].shape[-1])
+            zero = arrays["zero"].astype(np.float32) if "zero" in arrays else None
+            codes = Codes(values, arrays["scale"].astype(np.float32), zero)
+            found[path] = codes, arrays.get("input_scale")
+        return found
+
+    def _tensors(self) -> dict[str, TensorInfo]:
+        found: dict[str, TensorInfo] = {}
+        for file in sorted(self._work.glob("model-*.safetensors")):
+            try:
+                found |= read_header(file, file.name)
+            except CheckpointError:
+                continue  # it is being replaced; what it holds is not there yet
+        return found
+
+
+def _unpacked(codes: np.ndarray, inputs: int) -> np.ndarray:
+    """Values of a matrix, or of a stack one matrix after the other: each takes several times that."""
+    if codes.ndim == 3:
+        return unpack(codes, inputs)
+    return np.stack([unpack(matrix, inputs) for matrix in codes])
