@@ -63,7 +63,7 @@ class LayerByLayer:
         self._solved: tuple[int, dict[str, Packed], float] | None = None
 
     def chunks(self, path: str, part: str) -> Iterator[np.ndarray]:
-        """Yields one of the parts of `quant.abstract.PARTS` of a tensor in codes."""
+        """Yields one of the parts of a tensor, as `TensorScheme.parts` names them."""
         yield getattr(self._stage(path)[path], part)
 
     def remark(self, path: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from qwen_jax.checkpoint.keys import MTP
 from qwen_jax.checkpoint.mapping import EMBEDDING
 from qwen_jax.errors import RequestError
 from qwen_jax.quant import Method, Recipe, Rule, Scheme, scheme_of
-from qwen_jax.quant.abstract import PARTS, Abstract, in_codes
 
 WITHOUT_DATA: Method = "round-to-nearest"
 _SCALES_INPUTS: tuple[Method, ...] = ("activation-aware",)
@@ -34,20 +33,6 @@ class Choice:
     tree: Mapping[str, jax.ShapeDtypeStruct]
     rules: Mapping[str, Rule]
     scheme: Scheme
-
-    @property
-    def stored(self) -> dict[str, Abstract]:
-        """Every tensor as it will be, by tree path."""
-        return in_codes(self.tree, self.scheme)
-
-    def keys(self, path: str) -> list[str]:
-        """What follows a tensor's key in the names of the tensors that hold its codes."""
-        stored = self.stored_tensor(path)
-        return [part for part in PARTS if getattr(stored, part) is not None]
-
-    def stored_tensor(self, path: str) -> Abstract:
-        """One tensor as it will be."""
-        return in_codes({path: self.tree[path]}, self.scheme)[path]
 
     @property
     def idle(self) -> list[str]:

@@ -33,7 +33,7 @@ class Rounding:
         self._remarks: dict[str, dict[str, Any]] = {}
 
     def chunks(self, path: str, part: str) -> Iterator[np.ndarray]:
-        """Yields one of the parts of `quant.abstract.PARTS` of a tensor, run by run."""
+        """Yields one of the parts of a tensor, as `TensorScheme.parts` names them, run by run."""
         if part == "codes":
             yield from self._codes(path)
             return
@@ -49,9 +49,7 @@ class Rounding:
     def _codes(self, path: str) -> Iterator[np.ndarray]:
         begin, busy = time.monotonic(), 0.0
         rule, scheme = self._choice.rules[path], self._choice.scheme.tensors[path]
-        kept: dict[str, list[np.ndarray]] = {"scale": []}
-        if not scheme.format.symmetric:
-            kept["zero"] = []
+        kept: dict[str, list[np.ndarray]] = {part: [] for part in scheme.parts if part != "codes"}
         runs: list[tuple[TensorReport, float, int]] = []
         for run in self._weights.runs(path):
             part = packed(path, solve(jnp.array(run), rule), scheme)

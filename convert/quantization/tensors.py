@@ -14,7 +14,7 @@ from qwen_jax.checkpoint.keys import HEAD, MTP
 from qwen_jax.checkpoint.mapping import EMBEDDING, Layout
 from qwen_jax.checkpoint.tensors import stored_tensors
 from qwen_jax.config import QwenConfig
-from qwen_jax.quant.abstract import PARTS, abstract_qtensor
+from qwen_jax.quant import abstract_qtensor
 
 from ..writing import OutputTensor
 from .choice import Choice
@@ -29,7 +29,7 @@ class Maker(Protocol):
     """What makes tensors in codes, when they are written."""
 
     def chunks(self, path: str, part: str) -> Iterator[np.ndarray]:
-        """Yields one of the parts of `quant.abstract.PARTS` of a tensor."""
+        """Yields one of the parts of a tensor, as `TensorScheme.parts` names them."""
         ...
 
     def remark(self, path: str) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def output_tensors(
 def _coded(
     path: str, key: str, choice: Choice, maker: Callable[[str], Maker]
 ) -> list[OutputTensor]:
-    stored = abstract_qtensor(choice.tree[path].shape, choice.scheme.tensors[path])
+    scheme = choice.scheme.tensors[path]
+    stored = abstract_qtensor(choice.tree[path].shape, scheme)
     found = []
-    for part in PARTS:
-        if (leaf := getattr(stored, part)) is None:
-            continue
+    for part in scheme.parts:
+        leaf = getattr(stored, part)
         found.append(
             OutputTensor(
                 f"{key}.{part}",
@@ -104,7 +104,7 @@ def part_of(path: str) -> str:
 
 def path_of_codes(key: str) -> str:
     """The tree path of the tensor whose codes have a key."""
-    path = key.removesuffix(f".{PARTS[0]}")
+    path = key.removesuffix(".codes")
     return path if path == HEAD or path.startswith(MTP) else path.removeprefix(NATIVE.prefix)
 
 

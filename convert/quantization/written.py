@@ -35,12 +35,9 @@ class WrittenCodes:
         found = {}
         for path in paths:
             scheme, key = self._choice.scheme.tensors[path], self._key(path)
-            parts = ["codes", "scale"]
-            parts += ["zero"] * (not scheme.format.symmetric)
-            parts += ["input_scale"] * scheme.input_scale
-            if any(f"{key}.{part}" not in folder.tensors for part in parts):
+            if any(f"{key}.{part}" not in folder.tensors for part in scheme.parts):
                 return None
-            arrays = {part: folder.read(f"{key}.{part}") for part in parts}
+            arrays = {part: folder.read(f"{key}.{part}") for part in scheme.parts}
             values = _unpacked(arrays["codes"], self._choice.tree[path].shape[-1])
             zero = arrays["zero"].astype(np.float32) if "zero" in arrays else None
             codes = Codes(values, arrays["scale"].astype(np.float32), zero)
@@ -58,7 +55,7 @@ class WrittenCodes:
 
 
 def _unpacked(codes: np.ndarray, inputs: int) -> np.ndarray:
-    """Values of a matrix, or of a stack one matrix after the other: each takes several times that."""
+    """Values of a matrix, or of a stack, matrix by matrix: unpacking takes several times that."""
     if codes.ndim == 3:
         return unpack(codes, inputs)
     return np.stack([unpack(matrix, inputs) for matrix in codes])
