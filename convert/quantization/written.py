@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dequant_matmul.layout import unpack
@@ -39,9 +41,10 @@ class WrittenCodes:
                 return None
             arrays = {part: folder.read(f"{key}.{part}") for part in scheme.parts}
             values = _unpacked(arrays["codes"], self._choice.tree[path].shape[-1])
-            zero = arrays["zero"].astype(np.float32) if "zero" in arrays else None
-            codes = Codes(values, arrays["scale"].astype(np.float32), zero)
-            found[path] = codes, arrays.get("input_scale")
+            found[path] = (
+                Codes(jnp.asarray(values), _wide(arrays["scale"]), _wide(arrays.get("zero"))),
+                arrays.get("input_scale"),
+            )
         return found
 
     def _tensors(self) -> dict[str, TensorInfo]:
@@ -52,6 +55,10 @@ class WrittenCodes:
             except CheckpointError:
                 continue  # it is being replaced; what it holds is not there yet
         return found
+
+
+def _wide(array: np.ndarray | None) -> Any:
+    return None if array is None else jnp.asarray(array.astype(np.float32))
 
 
 def _unpacked(codes: np.ndarray, inputs: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from convert.writing import verify_folder
+from qwen_jax import load
 from qwen_jax.checkpoint.mapping import Layout
 from qwen_jax.checkpoint.native import read_record
+from qwen_jax.quant import QTensor
 from tests.convert import sources
 from tests.convert.quantization.models import RULES, recipe, source
 from tests.convert.quantization.reading import dequantised
@@ -84,6 +87,21 @@ def test_a_whole_folder(shell):
     assert record is not None
     assert (record.recipe, record.skipped) == ("mine", {"visual": 1})
     assert verify_folder(codes, record.checksums, lambda nbytes: None) == []
+
+
+def test_a_model_is_loaded_from_it(shell):
+    """The arrays of a loaded model are the numbers of the files, none of them a copy in floats."""
+    codes = quantised(shell, source(shell.place / "source", mtp=1))
+    found = read(codes)
+    model, _ = load(codes, bits=3)
+    for path, key, inputs, group in (
+        ("mlp.experts.down_proj", "model.layers.0.mlp.experts.down_proj", 32, 32),
+        ("linear_attn.in_proj_z.weight", "model.layers.0.linear_attn.in_proj_z.weight", 80, 64),
+    ):
+        leaf = functools.reduce(getattr, path.split("."), model.layers[0])[...]
+        assert isinstance(leaf, QTensor)
+        expected = dequantised(found, key, inputs, group)
+        np.testing.assert_allclose(leaf.dequantise(np.float32), expected, rtol=1e-6, atol=1e-9)
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
