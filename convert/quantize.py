@@ -241,7 +241,7 @@ def _scratch_bytes(load: LoadPlan, calibration: Calibration | None) -> int:
     """Bytes of the hidden states that are kept beside the folder while it is written."""
     if calibration is None:
         return 0
-    return 2 * 4 * calibration.tokens.size * load.config.hidden_size * (KEPT + 1)
+    return 4 * calibration.tokens.size * load.config.hidden_size * (KEPT + 1)
 
 
 def _tree(load: LoadPlan) -> dict[str, jax.ShapeDtypeStruct]:

@@ -93,8 +93,8 @@ class Estimate:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the hidden states of the calibration text between two layers, kept twice."""
-        return 2 * 4 * math.prod(self.calibration or (0,)) * self.config.hidden_size
+        """Bytes of the hidden states of the calibration text between two layers."""
+        return 4 * math.prod(self.calibration or (0,)) * self.config.hidden_size
 
     @property
     def seconds(self) -> float:

@@ -15,7 +15,6 @@ import numpy as np
 from qwen_jax.checkpoint.json_file import without_duplicates
 from qwen_jax.errors import CheckpointError
 
-from ..calibrate import HiddenStates
 from ..writing.disk import sync
 
 SUFFIX = ".calibration"
@@ -29,8 +28,8 @@ _LONGEST = 1 << 16
 class StateFolder:
     """Hidden states beside a destination, one file a layer; the last few are kept.
 
-    A file is a line of JSON, with a checksum, and the two arrays. It gets its name when it is
-    complete. One that is damaged, or of another run, counts as missing.
+    A file is a line of JSON, with a checksum, and the array. It gets its name when it is complete.
+    One that is damaged, or of another run, counts as missing.
 
     Args:
         destination: the folder that is being written.
@@ -42,8 +41,12 @@ class StateFolder:
         text = json.dumps(identity, sort_keys=True)
         self._run = hashlib.sha256(text.encode()).hexdigest()
 
-    def save(self, layer: int, hidden: HiddenStates) -> None:
+    def save(self, layer: int, hidden: np.ndarray) -> None:
         """Keeps what goes into a layer, and drops what older layers were given.
+
+        Args:
+            layer: its number.
+            hidden: float32 [N, T, D].
 
         Raises:
             CheckpointError: the disk is full or fails.
@@ -51,7 +54,7 @@ class StateFolder:
         header = {
             "run": self._run,
             "layer": layer,
-            "shape": hidden.quantised.shape,
+            "shape": hidden.shape,
             "sha256": _digest(hidden),
         }
         file = self._file(layer)
@@ -60,8 +63,7 @@ class StateFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with writing.open("wb") as stream:
                 stream.write(json.dumps(header).encode() + b"\n")
-                for array in hidden:
-                    stream.write(_bytes(array))
+                stream.write(_bytes(hidden))
                 stream.flush()
                 os.fsync(stream.fileno())
             os.rename(writing, file)
@@ -74,7 +76,7 @@ class StateFolder:
                 "--resume to go on"
             ) from error
 
-    def load(self, layer: int) -> HiddenStates | None:
+    def load(self, layer: int) -> np.ndarray | None:
         """What goes into a layer; None if it is not there, damaged, or of another run."""
         try:
             with self._file(layer).open("rb") as stream:
@@ -83,7 +85,7 @@ class StateFolder:
                 shape, digest = tuple(header["shape"]), header["sha256"]
                 if (run, number) != (self._run, layer):
                     return None
-                hidden = HiddenStates(_read(stream, shape), _read(stream, shape))
+                hidden = _read(stream, shape)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return hidden if _digest(hidden) == digest else None
@@ -106,17 +108,14 @@ def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8).data
 
 
-def _digest(hidden: HiddenStates) -> str:
-    digest = hashlib.sha256()
-    for array in hidden:
-        digest.update(_bytes(array))
-    return digest.hexdigest()
+def _digest(hidden: np.ndarray) -> str:
+    return hashlib.sha256(_bytes(hidden)).hexdigest()
 
 
 def _read(stream: Any, shape: tuple[int, ...]) -> np.ndarray:
     left = os.fstat(stream.fileno()).st_size - stream.tell()
-    if math.prod(shape) * 4 > left:
-        raise ValueError("cut short")
+    if math.prod(shape) * 4 != left:
+        raise ValueError("of another length")
     array = np.empty(shape, np.float32)
     if stream.readinto(_bytes(array)) != array.nbytes:
         raise ValueError("cut short")

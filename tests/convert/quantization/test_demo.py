@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TEXT = ROOT / "docs" / "log.md"
 
 
 def command(*arguments: object) -> str:
@@ -24,8 +23,9 @@ def command(*arguments: object) -> str:
 
 @pytest.mark.slow
 def test_demo_in_three_bits(tmp_path):
-    codes = tmp_path / "codes"
-    options = ("--calibration", TEXT, "--calibration-windows", 16, "--window", 256, "--json")
+    codes, text = tmp_path / "codes", tmp_path / "text.txt"
+    text.write_text((ROOT / "docs" / "log.md").read_text(encoding="utf-8"), encoding="utf-8")
+    options = ("--calibration", text, "--calibration-windows", 16, "--window", 256, "--json")
     report = json.loads(command("quantize", "demo", codes, "--bits", 3, *options))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     # JAX with what it compiles takes most of it.
