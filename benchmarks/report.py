@@ -35,7 +35,7 @@ def bench_table() -> str:
             _row(
                 result["device"]["kind"],
                 figures["model"]["name"],
-                f"{figures['model']['dtype']}, {figures['model']['weights']}",
+                ", ".join(_weights(figures["model"])),
                 request["batch_size"],
                 f"{request['prompt_tokens']} + {request['generation_tokens']}",
                 f"{figures['prefill_tokens_per_second']:,.0f}",
@@ -47,6 +47,11 @@ def bench_table() -> str:
             )
         )
     return "\n".join(lines)
+
+
+def _weights(model: Mapping[str, Any]) -> tuple[str, str]:
+    recipe = model.get("recipe")
+    return f"{recipe} ({model['bits']} bits)" if recipe else model["dtype"], model["weights"]
 
 
 def _work(result: dict[str, Any]) -> tuple[str, str, int]:
