@@ -4,7 +4,7 @@
 format has a `match` that checks shapes and builds a matrix, which then reads rows.
 """
 
-from .matching import Found, find_matrices, read_settings
-from .quantised import Quantised
+from .matching import find_matrices, read_settings
+from .quantised import Found, Quantised
 
 __all__ = ["Found", "Quantised", "find_matrices", "read_settings"]

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
-from qwen_jax.checkpoint.formats import quantisation
+from qwen_jax.checkpoint.formats import declares_codes, quantisation, read_scheme
 from qwen_jax.checkpoint.header import TensorInfo
 from qwen_jax.checkpoint.problems import Problems, show
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
@@ -22,10 +21,13 @@ from .awq import AwqSettings
 from .blocks import BlockSettings
 from .compressed_tensors import UNDECLARED, CompressedSettings
 from .gptq import GptqSettings
-from .quantised import Parts, Quantised
+from .quantised import Found, Parts, Quantised
 from .settings import Fields, find_declaration
 
-SUPPORTED = "FP8, GPTQ, AWQ (gemm) and compressed-tensors (integers and FP8)"
+SUPPORTED = (
+    "FP8, GPTQ, AWQ (gemm), compressed-tensors (integers and FP8), and folders that qwen-jax "
+    "quantize wrote"
+)
 
 # Last segment of a key -> what else is never part of a weight.
 _UNUSED = {
@@ -66,20 +68,6 @@ _METHODS = {
 }
 
 
-class Found(NamedTuple):
-    """The keys of a folder, sorted.
-
-    Attributes:
-        matrices: quantised ones, by logical key.
-        plain: tensors that stand for themselves.
-        skipped: numbers of tensors that are not needed, by kind.
-    """
-
-    matrices: dict[str, Quantised]
-    plain: dict[str, TensorInfo]
-    skipped: Counter[str]
-
-
 def find_matrices(folder: TensorFolder, problems: Problems) -> Found:
     """Finds the quantised matrices of a folder.
 
@@ -93,6 +81,10 @@ def find_matrices(folder: TensorFolder, problems: Problems) -> Found:
     Raises:
         CheckpointError: quantised in a way that is not read at all.
     """
+    if declares_codes(folder.path):
+        from .codes import find_coded  # JAX is loaded for such folders alone
+
+        return find_coded(folder, read_scheme(folder.path, folder.tensors), problems)
     method, settings = read_settings(folder.path, folder.tensors, problems)
     groups, plain, skipped = _group(folder)
     matrices: dict[str, Quantised] = {}
@@ -120,6 +112,9 @@ def read_settings(path: Path, keys: Collection[str], problems: Problems) -> tupl
     Raises:
         CheckpointError: quantised in a way that is not read at all.
     """
+    if declares_codes(path):
+        read_scheme(path, keys)
+        return "", None
     packed = any(key.endswith(".qweight") for key in keys)
     name = quantisation(path, keys)
     declared = None if name == "MLX" else find_declaration(path, packed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,6 +51,20 @@ class Quantised(ABC):
         Raises:
             CheckpointError: scales, zero points or group numbers that make no sense.
         """
+
+
+class Found(NamedTuple):
+    """The keys of a folder, sorted.
+
+    Attributes:
+        matrices: quantised ones, by logical key.
+        plain: tensors that stand for themselves.
+        skipped: numbers of tensors that are not needed, by kind.
+    """
+
+    matrices: dict[str, Quantised]
+    plain: dict[str, TensorInfo]
+    skipped: Counter[str]
 
 
 class Parts(NamedTuple):

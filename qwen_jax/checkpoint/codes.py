@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -61,7 +62,7 @@ def compare_codes(
         if fault := why_not(path, tensor.shape, how.format.group_size):
             problems.add("quantization_config", fault)
             continue
-        used |= _compare_parts(folder, tensor, how, problems)
+        used |= compare_parts(folder, tensor, how, problems)
     return dataclasses.replace(scheme, tensors=here), used
 
 
@@ -78,17 +79,30 @@ def read_codes(folder: TensorFolder, source: Source) -> dict[str, np.ndarray]:
     assert source.scheme is not None  # the caller has asked
     arrays = {part: folder.read(f"{source.pieces[0].key}.{part}") for part in source.scheme.parts}
     for part, array in arrays.items():
-        if part == "codes":
-            continue
-        wrong = _count_unusable(array, zero_is=part != "zero")
-        if wrong:
-            what = "NaN or infinite" if part == "zero" else "zero, NaN or infinite"
-            raise CheckpointError(
-                f"{folder.path}: {wrong} of the {array.size} numbers in "
-                f"{show(source.pieces[0].key)}.{part} are {what}; the weights are damaged: fetch "
-                "them again, or quantise the original again"
-            )
+        refuse_unusable(folder.path, f"{source.pieces[0].key}.{part}", part, array)
     return arrays
+
+
+def refuse_unusable(path: Path, key: str, part: str, array: np.ndarray) -> None:
+    """Raises if numbers of a tensor in codes make no sense.
+
+    Args:
+        path: the folder, for the message.
+        key: of the array.
+        part: what it is of the tensor.
+        array: some of it.
+
+    Raises:
+        CheckpointError: a scale or factor is zero, NaN or infinite, or a zero point is no number.
+    """
+    if part == "codes":
+        return
+    if wrong := _count_unusable(array, zero_is=part != "zero"):
+        what = "NaN or infinite" if part == "zero" else "zero, NaN or infinite"
+        raise CheckpointError(
+            f"{path}: {wrong} of the {array.size} numbers in {show(key)} are {what}; the weights "
+            "are damaged: fetch them again, or quantise the original again"
+        )
 
 
 def parts_of(like: object) -> dict[str, jax.ShapeDtypeStruct]:
@@ -97,9 +111,20 @@ def parts_of(like: object) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: leaf for name in names if (leaf := getattr(like, name)) is not None}
 
 
-def _compare_parts(
+def compare_parts(
     folder: TensorFolder, tensor: StoredTensor, how: TensorScheme, problems: Problems
 ) -> set[str]:
+    """Reports parts of a tensor in codes that a folder lacks, or has in another shape or dtype.
+
+    Args:
+        folder: the folder.
+        tensor: key and shape of the tensor that the parts stand for.
+        how: how it is in codes.
+        problems: told what is wrong.
+
+    Returns:
+        The keys of the parts.
+    """
     expected = parts_of(abstract_qtensor(tensor.shape, how))
     for part, leaf in expected.items():
         key, dtype = f"{tensor.key}.{part}", _NAMES[np.dtype(leaf.dtype)]

@@ -141,6 +141,11 @@ def _raw_config(path: Path) -> Mapping[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
+def declares_codes(path: Path) -> bool:
+    """Whether the config.json of a folder says that weights are in our own codes."""
+    return _own(_raw_config(path))
+
+
 def _own(config: Mapping[str, Any]) -> bool:
     details = config.get("quantization_config")
     return isinstance(details, dict) and details.get("quant_method") == METHOD

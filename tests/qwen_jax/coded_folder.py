@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from pallas_kernels.dequant_matmul.layout import pack
 from qwen_jax import CausalLM, QwenConfig
 from qwen_jax.checkpoint.mapping import Layout
 from qwen_jax.checkpoint.native import SHARD_METADATA, Record
-from qwen_jax.model import initialise
-from qwen_jax.quant import QTensor, Recipe, Rule, Scheme, TensorScheme, WeightFormat
+from qwen_jax.model import abstract_model, parameter_shapes
+from qwen_jax.quant import QTensor, Recipe, Rule, Scheme, TensorScheme, WeightFormat, scheme_of
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -49,8 +51,35 @@ RECIPE = Recipe(
 
 
 def coded_model(recipe: Recipe = RECIPE, **changes: Any) -> CausalLM:
-    """A random model."""
-    return initialise(QwenConfig.from_hf(CONFIG | changes), jax.random.key(5), recipe)
+    """A random model; made by NumPy, so that nothing is compiled."""
+    config, random = QwenConfig.from_hf(CONFIG | changes), np.random.default_rng(5)
+    scheme = scheme_of(parameter_shapes(config), recipe)
+    model = abstract_model(config, scheme)
+    state = nnx.state(model)
+    for path, variable in nnx.to_flat_state(state):
+        like = variable.get_value()
+        if isinstance(like, QTensor):
+            variable.set_value(_random_codes(like, random))
+        else:
+            centre = 1.0 if path[-2].endswith("norm") else 0.0
+            values = centre + random.normal(0, like.shape[-1] ** -0.5, like.shape)
+            variable.set_value(jnp.asarray(values.astype(like.dtype)))
+    nnx.update(model, state)
+    return model
+
+
+def _random_codes(like: QTensor, random: np.random.Generator) -> QTensor:
+    values = random.integers(0, 2**like.bits, like.shape).astype(np.uint8)
+    scale = random.uniform(0.5, 1.5, like.scale.shape) / 2**like.bits / like.inputs**0.5
+    zero = None
+    if like.zero is not None:
+        zero = random.uniform(0, 2**like.bits, like.zero.shape).astype(like.zero.dtype)
+    return dataclasses.replace(
+        like,
+        codes=jnp.asarray(pack(values, like.bits)),
+        scale=jnp.asarray(scale.astype(like.scale.dtype)),
+        zero=None if zero is None else jnp.asarray(zero),
+    )
 
 
 def scheme_from(model: CausalLM, recipe: Recipe = RECIPE) -> Scheme:
@@ -84,6 +113,8 @@ def write_coded(
 ) -> Path:
     """Writes tensors, config.json and conversion.json."""
     folder.mkdir(exist_ok=True)
+    # `save_file` writes memory as it lies.
+    arrays = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
     config = CONFIG | changes | {"quantization_config": scheme.to_config()}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(arrays, folder / "model.safetensors", metadata=dict(SHARD_METADATA))
