@@ -18,11 +18,13 @@ from typing import Any
 import jax
 
 from qwen_jax.checkpoint.assemble import stored_dtype
+from qwen_jax.checkpoint.formats import declares_codes, read_scheme
 from qwen_jax.checkpoint.keys import HEAD, MTP
 from qwen_jax.checkpoint.mapping import EMBEDDING
 from qwen_jax.checkpoint.native import Record, read_record
 from qwen_jax.checkpoint.plan import LoadPlan
-from qwen_jax.checkpoint.problems import listed
+from qwen_jax.checkpoint.problems import listed, show
+from qwen_jax.errors import CheckpointError
 from qwen_jax.quant import RECIPES, Method, Recipe
 
 from .inputs import Inputs
@@ -103,6 +105,12 @@ def plan_quantization(
         ConfigError: the configuration is malformed or not implemented.
         RequestError: the recipe does not fit the model, or the method needs calibration text.
     """
+    if declares_codes(source):
+        name = read_scheme(source, ()).recipe
+        raise CheckpointError(
+            f"{source} is quantised already, by qwen-jax quantize (recipe {show(name)}); codes of "
+            "codes lose more than they save: give the folder that it was made from"
+        )
     opened = open_source(source)
     folder, load = opened.folder, opened.load
     choice = choose(_tree(load), recipe, method=method, calibrated=calibration is not None)

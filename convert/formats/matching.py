@@ -14,7 +14,6 @@ from qwen_jax.checkpoint.header import TensorInfo
 from qwen_jax.checkpoint.problems import Problems, show
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
 from qwen_jax.errors import CheckpointError
-from qwen_jax.quant.scheme import METHOD
 
 from . import awq, compressed_tensors, fp8, gptq, int8
 from .awq import AwqSettings
@@ -118,12 +117,6 @@ def read_settings(path: Path, keys: Collection[str], problems: Problems) -> tupl
     packed = any(key.endswith(".qweight") for key in keys)
     name = quantisation(path, keys)
     declared = None if name == "MLX" else find_declaration(path, packed)
-    if declared is not None and declared.method == METHOD:
-        raise CheckpointError(
-            f"{path} is quantised already, by qwen-jax quantize (recipe "
-            f"{show(declared.values.get('recipe'))}). Its codes are run as they are; to convert, "
-            "export, compare or quantise, give the folder that they were made from"
-        )
     if name in ("MLX", "bitsandbytes", "ModelOpt") or (
         declared is not None and declared.method not in _METHODS
     ):

@@ -193,10 +193,9 @@ def test_weights_that_are_not_finite_are_named(shell, key, value):
     shell.refused(folder, *words, verb="quantize", options=("--recipe", rules))
 
 
-@pytest.mark.parametrize("verb", ["quantize", "convert", "export"])
-def test_codes_are_not_taken_for_weights(shell, verb):
+def test_codes_are_not_quantised_again(shell):
     codes = quantised(shell, source(shell.place / "source"))
-    shell.refused(codes, "quantised already", "(recipe mine)", "made from", verb=verb)
+    shell.refused(codes, "quantised already", "(recipe mine)", "made from", verb="quantize")
 
 
 def test_another_format_is_dequantised_first(shell):
