@@ -49,6 +49,11 @@ def read_calibration(
     for name, value in (("window", window), ("windows", windows)):
         if value < 1:
             raise RequestError(f"{name} is {value}; accepted is 1 and more")
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise RequestError(
+            f"calibration: the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}: "
+            "it is not the model's. Use the tokenizer files of the model's own release"
+        )
     parts = [_read(Path(path), tokenizer, vocab_size) for path in paths]
     tokens = np.concatenate([*parts, np.zeros(0, np.int32)])
     if len(tokens) < window:

@@ -1,3 +1,5 @@
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,7 +72,7 @@ def test_refinement_never_loses_and_solve_never_loses_to_rounding(seed):
         codes = refined(weight, hessian, first, FORMAT, sweeps=sweeps)
         assert codes.values.shape == weight.shape
         errors.append(output_error(weight, dequantise(codes, FORMAT), damped))
-    for before, after in zip(errors, errors[1:], strict=False):
+    for before, after in itertools.pairwise(errors):
         assert (after <= before * (1 + 1e-4)).all()
     assert errors[-1].sum() < 0.95 * errors[0].sum()
 

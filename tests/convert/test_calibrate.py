@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convert.calibrate import (
+    NOT_SENT,
+    advance,
+    at,
+    expert_inputs,
+    hessian_of_inputs,
+    hessian_of_rows,
+    rows_of_experts,
+    stages,
+)
+from convert.layer import quantise_layer
+from qwen_jax import CausalLM, QwenConfig, initialise
+from qwen_jax.errors import RequestError
+from qwen_jax.quant import Rule, WeightFormat
+
+# Full attention at 1 and 2: not every fourth.
+KINDS = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+FIELDS = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "layer_types": KINDS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "dtype": "float32",
+}
+MIXERS = {
+    "linear_attention": (
+        {f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "a", "b")},
+        {"linear_attn.out_proj"},
+    ),
+    "full_attention": ({f"self_attn.{x}_proj" for x in "qkv"}, {"self_attn.o_proj"}),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    with jax.disable_jit(False):
+        return initialise(QwenConfig.from_hf(FIELDS), jax.random.key(0))
+
+
+def hidden_states(windows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((windows, length, 32)).astype(np.float32)
+
+
+def copy(layer):
+    return jax.tree.map(lambda x: x, layer)
+
+
+def rules_of(layer, bits: int) -> dict[str, Rule]:
+    linears = [
+        f"{path}.weight"
+        for paths in stages(layer, QwenConfig.from_hf(FIELDS))
+        for path in paths
+        if path.endswith(("proj", "qkv", "z"))
+    ]
+    paths = [*linears, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return {path: Rule(path, WeightFormat(bits, 32)) for path in paths}
+
+
+def test_stages_follow_the_layer_types(model):
+    for layer, kind in zip(model.layers, KINDS, strict=True):
+        found = [set(paths) for paths in stages(layer, model.config)]
+        assert found[:2] == list(MIXERS[kind])
+        assert {"mlp.experts", "mlp.shared_expert.gate_proj"} < found[2]
+        assert found[3:] == [{"mlp.shared_expert.down_proj"}]
+
+
+def test_hessians_are_of_what_the_linears_read(model):
+    layer, hidden = model.layers[1], hidden_states(3, 8)
+    x = np.asarray(layer.input_layernorm(jnp.asarray(hidden)), np.float64).reshape(-1, 32)
+    found = hessian_of_inputs(layer, model.config, hidden, "self_attn.q_proj", windows_at_once=2)
+    np.testing.assert_allclose(found, x.T @ x / 24, atol=1e-5)
+
+
+def test_every_expert_has_rows_and_those_that_it_was_sent_come_first(model):
+    layer = model.layers[0]
+    data = expert_inputs(layer, model.config, hidden_states(1, 16), "mlp.experts")
+    sent, weights = np.asarray(data.sent), np.asarray(data.weights)
+    assert (sent.sum(axis=1) == 2).all()
+    np.testing.assert_allclose((sent * weights).sum(axis=1), 1, rtol=1e-5)
+
+    rows = rows_of_experts(data, jnp.arange(8), 6)
+    hessians = np.asarray(hessian_of_rows(rows))
+    for expert in range(8):
+        order = sorted(range(16), key=lambda t: (not sent[t, expert], -weights[t, expert]))[:6]
+        strength = np.where(sent[order, expert], 1, NOT_SENT) * weights[order, expert]
+        x = np.asarray(data.inputs, np.float64)[order]
+        expected = (x.T * (strength / strength.sum())) @ x
+        np.testing.assert_allclose(hessians[expert], expected, rtol=1e-4, atol=1e-5)
+        assert rows.sent[expert] == min(6, sent[:, expert].sum())
+
+
+def test_four_tokens_put_every_tensor_in_codes(model):
+    layer = copy(model.layers[0])
+    before = copy(layer)
+    rules = rules_of(layer, 3)
+    solved = quantise_layer(layer, model.config, hidden_states(1, 4), rules)
+    assert solved.keys() == rules.keys()
+    for path, value in solved.items():
+        wide = np.asarray(value.weight(rules[path].format))
+        np.testing.assert_array_equal(wide, at(layer, path)[...])
+        original = np.asarray(at(before, path)[...])
+        assert np.isfinite(wide).all() and value.codes.values.shape == original.shape
+        assert np.linalg.norm(wide - original) < 0.4 * np.linalg.norm(original)
+        report = value.report
+        assert (report.samples, report.bits, report.fallback) == (4, 3, ())
+        np.testing.assert_allclose(
+            report.weight_error,
+            np.linalg.norm(wide - original) / np.linalg.norm(original),
+            rtol=1e-3,
+        )
+    # Three of the eight are sent nothing, or one token.
+    assert solved["mlp.experts.down_proj"].report.routed <= 1
+
+
+def test_each_matrix_sees_the_ones_before_it_in_codes(model):
+    hidden = hidden_states(2, 16)
+    together, apart = copy(model.layers[1]), copy(model.layers[1])
+    rules = rules_of(together, 3)
+    whole = quantise_layer(together, model.config, hidden, rules)
+    first = {path: rule for path, rule in rules.items() if path[-13:-12] in "qkv"}
+    assert len(first) == 3
+    quantise_layer(apart, model.config, hidden, first)
+    last = {"self_attn.o_proj.weight": rules["self_attn.o_proj.weight"]}
+    again = quantise_layer(apart, model.config, hidden, last)
+    for path, value in again.items():
+        np.testing.assert_array_equal(value.codes.values, whole[path].codes.values)
+
+
+def test_eight_bits_change_the_model_little(model):
+    hidden = hidden_states(2, 16)
+    exact = rough = hidden
+    for layer in model.layers:
+        exact = advance(layer, model.config, exact)
+        layer = copy(layer)
+        quantise_layer(layer, model.config, rough, rules_of(layer, 8))
+        rough = advance(layer, model.config, rough)
+    assert np.linalg.norm(rough - exact) < 0.02 * np.linalg.norm(exact)
+
+
+def test_a_rule_for_no_matrix_is_refused(model):
+    rules = {"self_attn.q_proj.weight": Rule("*", WeightFormat(3, 32))}
+    with pytest.raises(RequestError, match=r"self_attn\.q_proj\.weight"):
+        quantise_layer(copy(model.layers[0]), model.config, hidden_states(1, 4), rules)
+    with pytest.raises(RequestError, match="leaves its tensor"):
+        rule = dataclasses.replace(rules["self_attn.q_proj.weight"], format=None)
+        quantise_layer(
+            copy(model.layers[1]),
+            model.config,
+            hidden_states(1, 4),
+            {"self_attn.q_proj.weight": rule},
+        )
