@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..errors import RequestError
+from ..errors import MemoryLimitError, RequestError
 from .console import Notes, accept_any_text, size, table, write_json
 from .evaluation import (
     ActivationFlags,
@@ -28,6 +28,7 @@ from .options import DType, Kernels, Switch
 if TYPE_CHECKING:
     from ..evaluate import Divergence, Windows
     from ..evaluate.stored import Origin
+    from ..model import CausalLM
 
 _WINDOWS, _ACTIVATIONS = WindowFlags(), ActivationFlags()
 
@@ -113,9 +114,20 @@ class _Comparison:
                 self._store(file, origin)
             vocabulary = self.base.config.vocab_size
             base = read(file, origin, self.windows, vocabulary, size_of_batch)
-        loaded = self.activations.apply(self.other.load(self.notes), self.other, self.flags)
+        loaded = self.activations.apply(self._load_other(file), self.other, self.flags)
         other = score(loaded, self.windows, batch_size=size_of_batch)
         return divergence(base, announced(other, self.windows.scored, self.notes, "comparing"))
+
+    def _load_other(self, file: Path | None) -> CausalLM:
+        try:
+            return self.other.load(self.notes)
+        except MemoryLimitError as error:
+            if file is not None:
+                raise
+            raise MemoryLimitError(
+                f"{error}. The base lies in memory too: with --base-logprobs FILE it runs first, "
+                "and is gone before the other is loaded"
+            ) from error
 
     def _origin(self) -> Origin:
         from ..evaluate.stored import Origin

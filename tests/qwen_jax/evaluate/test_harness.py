@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_jax import SamplingOptions, generate
+from qwen_jax import GenerationResult, SamplingOptions
 from qwen_jax.errors import RequestError
+from qwen_jax.evaluate import harness
 from qwen_jax.evaluate.continuations import Continuation, likelihoods, rolling
 from qwen_jax.evaluate.harness import HarnessAdapter, as_lm
 
@@ -99,18 +100,30 @@ def test_rolling_likelihood_is_the_sum(adapter, reader, log_softmax):
     assert found[2] == 0
 
 
-def test_generations_are_those_of_generate(fast_compile, reader):
+def _answer(text: str) -> GenerationResult:
+    return GenerationResult(text, [], [], "stop", 0, 0, 0.0, 0.0)
+
+
+def test_generations_go_through_generate(reader, monkeypatch):
+    """The longest prompts first, as many tokens of each as there is room for."""
+    calls = []
+
+    def recorded(model, tokenizer, prompts, **options):
+        calls.append((prompts, options))
+        return [_answer(f"answer to {ids[-1]}") for ids in prompts]
+
+    monkeypatch.setattr(harness, "generate", recorded)
     model, tokenizer = reader
-    adapter = HarnessAdapter(model, tokenizer, name="a", batch_size=3, max_model_len=16)
-    given = {"until": [], "max_gen_toks": 6, "do_sample": False, "temperature": 0.7}
+    adapter = HarnessAdapter(model, tokenizer, name="a", batch_size=2, max_model_len=16)
+    given = {"until": ["\n", ""], "max_gen_toks": 6, "do_sample": False, "temperature": 0.7}
+    ids = [tokenizer.encode(text) for text in TEXTS]
     found = adapter.generate_until([Request((text, given)) for text in TEXTS])
-    prompts = [tokenizer.encode(text)[-10:] for text in TEXTS]
-    whole = [result.text for result in generate(model, tokenizer, prompts, max_tokens=6)]
-    assert found == whole
-    stop = whole[0][2:4]
-    cut = adapter.generate_until([Request((text, given | {"until": stop})) for text in TEXTS])
-    assert cut == [text.split(stop)[0] for text in whole]
-    assert cut[0] != whole[0]
+    assert found == [f"answer to {row[-1]}" for row in ids]
+    longest_first = sorted(ids, key=len, reverse=True)
+    assert [len(row) > 10 for row in longest_first] == [True, False, False]
+    assert [row for prompts, _ in calls for row in prompts] == [row[-10:] for row in longest_first]
+    options = {"max_tokens": 6, "sampling": SamplingOptions(), "stop": ("\n",)}
+    assert [options for _, options in calls] == [options] * 2
 
 
 def test_arguments_of_generation(adapter, monkeypatch):
