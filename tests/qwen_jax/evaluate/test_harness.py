@@ -114,14 +114,15 @@ def test_generations_go_through_generate(reader, monkeypatch):
 
     monkeypatch.setattr(harness, "generate", recorded)
     model, tokenizer = reader
-    adapter = HarnessAdapter(model, tokenizer, name="a", batch_size=2, max_model_len=16)
-    given = {"until": ["\n", ""], "max_gen_toks": 6, "do_sample": False, "temperature": 0.7}
     ids = [tokenizer.encode(text) for text in TEXTS]
+    room = max(map(len, ids)) - 1
+    adapter = HarnessAdapter(model, tokenizer, name="a", batch_size=2, max_model_len=room + 6)
+    given = {"until": ["\n", ""], "max_gen_toks": 6, "do_sample": False, "temperature": 0.7}
     found = adapter.generate_until([Request((text, given)) for text in TEXTS])
     assert found == [f"answer to {row[-1]}" for row in ids]
     longest_first = sorted(ids, key=len, reverse=True)
-    assert [len(row) > 10 for row in longest_first] == [True, False, False]
-    assert [row for prompts, _ in calls for row in prompts] == [row[-10:] for row in longest_first]
+    asked = [row for prompts, _ in calls for row in prompts]
+    assert asked == [row[-room:] for row in longest_first] != longest_first
     options = {"max_tokens": 6, "sampling": SamplingOptions(), "stop": ("\n",)}
     assert [options for _, options in calls] == [options] * 2
 
