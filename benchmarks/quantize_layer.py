@@ -22,19 +22,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import numpy as np
+from flax import nnx
 
-from convert.calibrate import HiddenStates, quantise_layer
+from convert.calibrate import advance
+from convert.layer import quantise_layer
 from convert.quantization.packed import packed
+from qwen_jax.checkpoint.tensors import tree_tensors
 from qwen_jax.cli.console import size, table
 from qwen_jax.cli.environment import prepare_environment
 from qwen_jax.cli.provenance import provenance
 from qwen_jax.config import QwenConfig
 from qwen_jax.memory import peak_memory
-from qwen_jax.model.decoder import DecoderLayer
 from qwen_jax.model.initialise import initialise
 from qwen_jax.quant import RECIPES, Rule, TensorScheme
 
-Figures = list[dict[str, Any]]
+LAYER = "layers.0."
 
 
 def main() -> int:
@@ -42,10 +44,9 @@ def main() -> int:
     prepare_environment()
     arguments = _parser().parse_args()
     config = _config(arguments)
-    layer = initialise(config, jax.random.key(0)).layers[0]
-    rules = _rules(layer, arguments)
+    rules = _rules(config, arguments)
     hidden = _hidden(arguments.windows, arguments.window, config.hidden_size)
-    passes = [_measure(layer, config, hidden, rules) for _ in range(arguments.passes)]
+    passes = [_measure(config, hidden, rules) for _ in range(arguments.passes)]
     result = {
         "benchmark": "quantize_layer",
         **provenance(["python", *sys.argv]),
@@ -91,41 +92,41 @@ def _config(arguments: argparse.Namespace) -> QwenConfig:
         layer_types=(f"{arguments.kind}_attention",),
         vocab_size=256,
         num_experts=arguments.experts or config.num_experts,
-        dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
+        dtype="float32",
     )
 
 
-def _rules(layer: DecoderLayer, arguments: argparse.Namespace) -> dict[str, Rule]:
-    from flax import nnx
-
+def _rules(config: QwenConfig, arguments: argparse.Namespace) -> dict[str, Rule]:
     rules = {}
-    for parts, _ in nnx.to_flat_state(nnx.state(layer)):
-        path = ".".join(map(str, parts))
-        rule = RECIPES[arguments.recipe].rule(f"layers.0.{path}")
+    for path in (p for p in tree_tensors(config) if p.startswith(LAYER)):
+        rule = RECIPES[arguments.recipe].rule(path)
         if rule is not None and arguments.method is not None:
             rule = dataclasses.replace(rule, method=arguments.method)
         if rule is not None:
-            rules[path] = rule
+            rules[path.removeprefix(LAYER)] = rule
     return rules
 
 
-def _hidden(windows: int, window: int, width: int) -> HiddenStates:
+def _hidden(windows: int, window: int, width: int) -> np.ndarray:
     """Random states whose channels differ in size, as they do in trained models."""
     rng = np.random.default_rng(0)
     channels = np.exp(rng.normal(0, 1, width)).astype(np.float32)
-    reference = rng.standard_normal((windows, window, width), np.float32) * channels
-    noise = rng.standard_normal((windows, window, width), np.float32)
-    return HiddenStates(reference + 0.05 * channels * noise, reference)
+    hidden = rng.standard_normal((windows, window, width), np.float32)
+    hidden *= channels
+    return hidden
 
 
-def _measure(
-    layer: DecoderLayer, config: QwenConfig, hidden: HiddenStates, rules: dict[str, Rule]
-) -> dict[str, Any]:
+def _measure(config: QwenConfig, hidden: np.ndarray, rules: dict[str, Rule]) -> dict[str, Any]:
+    layer = initialise(config, jax.random.key(0)).layers[0]
+    jax.block_until_ready(nnx.state(layer))
     begin = time.perf_counter()
-    result = quantise_layer(layer, config, hidden, rules)
+    found = quantise_layer(layer, config, hidden, rules)
     solved = time.perf_counter()
+    advance(layer, config, hidden)
+    advanced = time.perf_counter()
+    del layer
     nbytes = 0
-    for path, tensor in result.solved.items():
+    for path, tensor in found.items():
         form = rules[path].format
         assert form is not None
         scheme = TensorScheme(form, tensor.input_scale is not None)
@@ -133,9 +134,10 @@ def _measure(
         nbytes += made.codes.nbytes + made.scale.nbytes
     return {
         "seconds": solved - begin,
-        "packing_seconds": time.perf_counter() - solved,
+        "advance_seconds": advanced - solved,
+        "packing_seconds": time.perf_counter() - advanced,
         "bytes": nbytes,
-        "tensors": {path: tensor.report.to_json() for path, tensor in result.solved.items()},
+        "tensors": {path: tensor.report.to_json() for path, tensor in found.items()},
     }
 
 
@@ -147,7 +149,10 @@ def _rows(result: dict[str, Any]) -> dict[str, str]:
     rows = {"device": result["device"]["kind"]}
     for number, figures in enumerate(result["passes"]):
         name = f"pass {number + 1}"
-        rows[name] = f"{figures['seconds']:.1f} s, packing {figures['packing_seconds']:.1f} s"
+        rows[name] = (
+            f"{figures['seconds']:.1f} s, forward {figures['advance_seconds']:.1f} s, "
+            f"packing {figures['packing_seconds']:.1f} s"
+        )
     rows["codes"] = size(result["passes"][-1]["bytes"])
     rows["peak device"] = size(result["peak_device_bytes"])
     rows["peak host"] = size(result["peak_host_bytes"])

@@ -39,6 +39,7 @@ from .quantization.report import make_report
 from .quantization.rounding import Rounding
 from .quantization.tensors import NATIVE, Maker, output_tensors, path_of_codes
 from .quantization.weights import Weights
+from .quantization.written import WrittenCodes
 from .run import check, run
 from .side_files import side_files, written_config
 from .source import open_source
@@ -187,7 +188,8 @@ def quantize(
     tell("looking for weights that are not finite")
     weights.refuse_bad()
     states = StateFolder(destination, plan.identity)
-    makers = _Makers(plan, weights, states, tell)
+    written = WrittenCodes(partial_folder(destination), plan.choice)
+    makers = _Makers(plan, weights, states, written, tell)
     told = None if plan.calibration is None else plan.calibration.to_json()
 
     def report(remarks: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -222,6 +224,7 @@ class _Makers:
         plan: QuantizationPlan,
         weights: Weights,
         states: StateFolder,
+        written: WrittenCodes,
         tell: Callable[[str], None],
     ) -> None:
         self._choice = plan.choice
@@ -230,7 +233,9 @@ class _Makers:
         self._layers: Maker | None = None
         if plan.calibration is not None:
             tokens = plan.calibration.tokens
-            self._layers = LayerByLayer(plan.load, weights, plan.choice, tokens, states, tell)
+            self._layers = LayerByLayer(
+                plan.load, weights, plan.choice, tokens, states, written, tell
+            )
 
     def maker(self, path: str) -> Maker:
         """What makes a tensor in codes."""

@@ -15,17 +15,17 @@ import numpy as np
 from qwen_jax.checkpoint.keys import HEAD
 from qwen_jax.checkpoint.mapping import EMBEDDING
 from qwen_jax.checkpoint.plan import LoadPlan
-from qwen_jax.config import QwenConfig
+from qwen_jax.model.decoder import DecoderLayer
 from qwen_jax.model.layers import RMSNorm
-from qwen_jax.quant import Rule
 
-from ..calibrate import HiddenStates, quantise_head, quantise_layer
-from ..methods import dequantise
-from ..methods.solve import Solved, solve
+from ..calibrate import advance, at
+from ..layer import quantise_head, quantise_layer
+from ..methods import Solved, rounded_without_data
 from .choice import Choice
 from .hidden_states import StateFolder
 from .packed import Packed, packed
 from .weights import Weights
+from .written import WrittenCodes
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _HEAD_STAGE = -1
@@ -44,6 +44,7 @@ class LayerByLayer:
         choice: what becomes of which tensor.
         tokens: calibration tokens, int32 [N, T].
         states: where hidden states are kept.
+        written: codes that are finished.
         tell: told what is done.
     """
 
@@ -54,12 +55,14 @@ class LayerByLayer:
         choice: Choice,
         tokens: np.ndarray,
         states: StateFolder,
+        written: WrittenCodes,
         tell: Callable[[str], None],
     ) -> None:
-        self._config = _running(load.config, weights, choice)
+        # What codes stand for is exact in float32.
+        self._config = dataclasses.replace(load.config, dtype="float32")
         self._weights, self._choice, self._tokens = weights, choice, tokens
-        self._states, self._tell = states, tell
-        self._hidden: tuple[int, HiddenStates] | None = None
+        self._states, self._written, self._tell = states, written, tell
+        self._hidden: tuple[int, np.ndarray] | None = None
         self._solved: tuple[int, dict[str, Packed], float] | None = None
 
     def chunks(self, path: str, part: str) -> Iterator[np.ndarray]:
@@ -85,9 +88,11 @@ class LayerByLayer:
         return self._solved[1]
 
     def _solve_layer(self, number: int) -> dict[str, Packed]:
-        before = self._before(number)
+        hidden = self._before(number)
         begin = time.monotonic()
-        solved, hidden = self._run_layer(number, before)
+        layer, solved = self._solved_layer(number, hidden)
+        hidden = advance(layer, self._config, hidden)
+        del layer
         self._hidden = (number + 1, hidden)
         self._states.save(number + 1, hidden)
         layers = self._config.num_hidden_layers
@@ -96,17 +101,29 @@ class LayerByLayer:
         place = f"layers.{number}."
         return self._packed({place + path: tensor for path, tensor in solved.items()})
 
+    def _solved_layer(
+        self, number: int, hidden: np.ndarray
+    ) -> tuple[DecoderLayer, dict[str, Solved]]:
+        """A layer with what its codes stand for, and the codes."""
+        place = f"layers.{number}."
+        rules = {path.removeprefix(place): self._choice.rules[path] for path in self._coded(place)}
+        layer = self._weights.layer(number, self._config)
+        return layer, quantise_layer(layer, self._config, hidden, rules)
+
+    def _coded(self, place: str) -> list[str]:
+        return [path for path in self._choice.rules if path.startswith(place)]
+
     def _solve_head(self) -> dict[str, Packed]:
         hidden = self._before(self._config.num_hidden_layers)
-        normal = self._final_norm(hidden.quantised)
-        weight = self._weights.on_device(HEAD, np.dtype(self._config.dtype))
+        normal = self._final_norm(hidden)
+        weight = self._weights.whole(HEAD)
         return self._packed({HEAD: quantise_head(normal, weight, self._choice.rules[HEAD])})
 
     def _packed(self, solved: Mapping[str, Solved]) -> dict[str, Packed]:
         schemes = self._choice.scheme.tensors
         return {path: packed(path, tensor, schemes[path]) for path, tensor in solved.items()}
 
-    def _before(self, number: int) -> HiddenStates:
+    def _before(self, number: int) -> np.ndarray:
         """What goes into a layer: at hand, from the disk, or computed from what is there."""
         if self._hidden is not None and self._hidden[0] == number:
             return self._hidden[1]
@@ -118,12 +135,11 @@ class LayerByLayer:
                 f"{nearest + 1} on"
             )
         for layer in range(nearest, number):
-            # Solved once more: it gives the codes that it gave before, and so the same states.
-            _, hidden = self._run_layer(layer, hidden)
+            hidden = self._behind(layer, hidden)
         self._hidden = (number, hidden)
         return hidden
 
-    def _nearest(self, number: int) -> tuple[int, HiddenStates]:
+    def _nearest(self, number: int) -> tuple[int, np.ndarray]:
         """The last layer up to a number whose input is known, and that input."""
         for layer in range(number, 0, -1):
             found = self._states.load(layer)
@@ -131,29 +147,28 @@ class LayerByLayer:
                 return layer, found
         return 0, self._embedded()
 
-    def _run_layer(
-        self, number: int, hidden: HiddenStates
-    ) -> tuple[dict[str, Solved], HiddenStates]:
+    def _behind(self, number: int, hidden: np.ndarray) -> np.ndarray:
+        """What comes out of a layer of which the codes are finished, in this run or another."""
         place = f"layers.{number}."
-        rules = {
-            path.removeprefix(place): rule
-            for path, rule in self._choice.rules.items()
-            if path.startswith(place)
-        }
+        coded = self._coded(place)
+        found = self._written.read(coded)
+        if found is None:
+            raise RuntimeError(f"internal error: codes of {place} are needed before they are made")
         layer = self._weights.layer(number, self._config)
-        result = quantise_layer(layer, self._config, hidden, rules)
-        return result.solved, result.hidden
+        for path, weight in found.items():
+            parameter = at(layer, path.removeprefix(place))
+            parameter.set_value(weight.astype(parameter[...].dtype))
+        return advance(layer, self._config, hidden)
 
-    def _embedded(self) -> HiddenStates:
-        """Rows of the embedding, as they are and as their codes have them."""
+    def _embedded(self) -> np.ndarray:
+        """Rows of the embedding, as its codes have them."""
         ids, places = np.unique(self._tokens, return_inverse=True)
-        places = places.reshape(self._tokens.shape)
         rows = self._weights.rows(EMBEDDING, ids)
-        reference = rows[places]
         rule = self._choice.rules.get(EMBEDDING)
-        if rule is None:
-            return HiddenStates(reference, reference)
-        return HiddenStates(_rounded(rows, rule)[places], reference)
+        if rule is not None and rule.format is not None:
+            # A row's codes depend on nothing but itself.
+            rows = np.asarray(rounded_without_data(rows, rule).weight(rule.format))
+        return rows[places.reshape(self._tokens.shape)]
 
     def _final_norm(self, hidden: np.ndarray) -> np.ndarray:
         config = self._config
@@ -171,21 +186,3 @@ class LayerByLayer:
             for start in range(0, len(hidden), _WINDOWS_AT_ONCE)
         ]
         return np.concatenate(parts)
-
-
-def _rounded(rows: np.ndarray, rule: Rule) -> np.ndarray:
-    """What the codes of some rows stand for; a row's codes depend on nothing but itself."""
-    assert rule.format is not None
-    solved = solve(jnp.asarray(rows), rule)
-    return np.asarray(dequantise(solved.codes, rule.format))
-
-
-def _running(config: QwenConfig, weights: Weights, choice: Choice) -> QwenConfig:
-    """The configuration in which layers are run: float32 where bfloat16 would round a weight.
-
-    On a CPU float32 is faster too.
-    """
-    layers = [path for path in choice.tree if _LAYER.match(path) and path in choice.rules]
-    exact = config.dtype == "bfloat16" and weights.all_bfloat16(layers)
-    dtype = "bfloat16" if exact and jax.default_backend() != "cpu" else "float32"
-    return dataclasses.replace(config, dtype=dtype)

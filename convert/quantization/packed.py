@@ -13,7 +13,7 @@ from pallas_kernels.dequant_matmul.layout import pack
 from qwen_jax.checkpoint.problems import show
 from qwen_jax.quant import TensorScheme
 
-from ..methods.solve import Solved, TensorReport
+from ..methods import Solved, TensorReport
 
 _VALUES_AT_ONCE = 16 << 20
 _WORTH_COMPILING = 4 << 20

@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from ..methods.solve import TensorReport, solve
+from ..methods import TensorReport, rounded_without_data
 from .choice import Choice
 from .packed import packed
 from .weights import Weights
@@ -52,7 +51,7 @@ class Rounding:
         kept: dict[str, list[np.ndarray]] = {part: [] for part in scheme.parts if part != "codes"}
         runs: list[tuple[TensorReport, float, int]] = []
         for run in self._weights.runs(path):
-            part = packed(path, solve(jnp.array(run), rule), scheme)
+            part = packed(path, rounded_without_data(run, rule), scheme)
             square = float(np.square(run.astype(np.float64)).sum())
             runs.append((part.report, square, run.size))
             for name, chunks in kept.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +49,11 @@ class Weights:
         release(folder, source)
         return found
 
+    def whole(self, path: str) -> np.ndarray:
+        """A whole tensor on the host, in its stored dtype; perhaps a view of the file."""
+        folder, source = self._load.folder, self._sources[path]
+        return assemble(folder, source, stored_dtype(folder, source))
+
     def on_device(self, path: str, dtype: np.dtype) -> Array:
         """A whole tensor on the default device."""
         parts = [jnp.array(run.astype(dtype, copy=False)) for run in self.runs(path)]
@@ -75,13 +80,6 @@ class Weights:
             variable.set_value(self.on_device(name, np.dtype(targets[name].dtype)))
             filled.append((path, variable))
         nnx.update(module, nnx.from_flat_state(filled))
-
-    def all_bfloat16(self, paths: Iterable[str]) -> bool:
-        """Whether tensors are stored in bfloat16, so that it holds them exactly."""
-        folder = self._load.folder
-        return all(
-            stored_dtype(folder, self._sources[path]) == jnp.dtype(jnp.bfloat16) for path in paths
-        )
 
     def refuse_bad(self) -> None:
         """Reads every tensor, and raises if a value is not finite.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from pallas_kernels.dequant_matmul.layout import unpack
 from qwen_jax.checkpoint.header import TensorInfo, read_header
@@ -14,7 +15,7 @@ from qwen_jax.checkpoint.keys import speller
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
 from qwen_jax.errors import CheckpointError
 
-from ..methods import Codes
+from ..methods import Codes, dequantise
 from .choice import Choice
 from .tensors import NATIVE
 
@@ -31,8 +32,8 @@ class WrittenCodes:
         self._work, self._choice = work, choice
         self._key = speller(NATIVE.prefix)
 
-    def read(self, paths: list[str]) -> dict[str, tuple[Codes, np.ndarray | None]] | None:
-        """Codes, and factors of inputs, of tensors by tree path; None if one is not there yet."""
+    def read(self, paths: list[str]) -> dict[str, Array] | None:
+        """What tensors stand for, float32, by tree path; None if one is not there yet."""
         folder = TensorFolder(self._work, self._tensors(), ())
         found = {}
         for path in paths:
@@ -41,10 +42,10 @@ class WrittenCodes:
                 return None
             arrays = {part: folder.read(f"{key}.{part}") for part in scheme.parts}
             values = _unpacked(arrays["codes"], self._choice.tree[path].shape[-1])
-            found[path] = (
-                Codes(jnp.asarray(values), _wide(arrays["scale"]), _wide(arrays.get("zero"))),
-                arrays.get("input_scale"),
-            )
+            codes = Codes(jnp.asarray(values), _wide(arrays["scale"]), _wide(arrays.get("zero")))
+            factor = arrays.get("input_scale")
+            wide = dequantise(codes, scheme.format)
+            found[path] = wide if factor is None else wide * jnp.asarray(factor)[..., None, :]
         return found
 
     def _tensors(self) -> dict[str, TensorInfo]:

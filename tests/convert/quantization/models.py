@@ -11,13 +11,14 @@ import numpy as np
 from qwen_jax.checkpoint.mapping import Layout
 from tests.convert import sources
 
-# A layer of either kind; 80 inputs end in a group, and a unit of codes, that is not full.
+# A layer of either kind; 80 inputs end in a group, and a unit of codes, that is not full. Each
+# shape in codes is compiled for: several matrices are [96, 80].
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 80,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 32,
+    "head_dim": 24,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
@@ -29,9 +30,8 @@ SIZES: dict[str, Any] = {
 RULES: list[dict[str, Any]] = [
     {"pattern": "*.mlp.experts.*", "bits": 3, "group_size": 32},
     {"pattern": "*.mlp.shared_expert.*_proj.weight", "bits": 8, "group_size": 32},
-    {"pattern": "*.linear_attn.in_proj_[qz]*", "bits": 4, "group_size": 64, "symmetric": False},
-    {"pattern": "*.linear_attn.out_proj.weight", "bits": 8, "group_size": 64},
-    {"pattern": "*.self_attn.[qkvo]_proj.weight", "bits": 4, "group_size": 32},
+    {"pattern": "*.linear_attn.in_proj_qkv*", "bits": 4, "group_size": 64, "symmetric": False},
+    {"pattern": "*.self_attn.q_proj.weight", "bits": 4, "group_size": 64, "symmetric": False},
     {"pattern": "lm_head.weight", "bits": 4, "group_size": 64},
     {
         "pattern": "embed_tokens.weight",
@@ -40,14 +40,32 @@ RULES: list[dict[str, Any]] = [
         "method": "round-to-nearest",
     },
 ]
+# For calibrated runs, which compile for every shape, format and method: few of these.
+CALIBRATED: dict[str, Any] = {
+    "layer_types": ["full_attention", "full_attention"],
+}
+CALIBRATED_RULES: list[dict[str, Any]] = [
+    {"pattern": "*.mlp.experts.gate_up_proj", "bits": 3, "group_size": 32, "method": "gptq"},
+    {
+        "pattern": "*.mlp.experts.down_proj",
+        "bits": 3,
+        "group_size": 32,
+        "symmetric": False,
+        "method": "round-to-nearest",
+    },
+    *(
+        {"pattern": name, "bits": 4, "group_size": 32, "method": "activation-aware"}
+        for name in ("*.self_attn.q_proj.weight", "lm_head.weight", "embed_tokens.weight")
+    ),
+]
 WINDOW, WINDOWS = 16, 3
 
 
 def source(folder: Path, layout: Layout = sources.PLAIN, mtp: int = 0, **fields: Any) -> Path:
     """Writes the model in a layout; the same weights in every one."""
-    arrays = sources.tensors(layout, mtp, **SIZES, **fields)
-    fields = {"mtp_num_hidden_layers": mtp, **fields}
-    return sources.write(folder, arrays, **SIZES, **fields)
+    fields = SIZES | fields
+    arrays = sources.tensors(layout, mtp, **fields)
+    return sources.write(folder, arrays, mtp_num_hidden_layers=mtp, **fields)
 
 
 def recipe(folder: Path, rules: list[dict[str, Any]] | None = None) -> Path:

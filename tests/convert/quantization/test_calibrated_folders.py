@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import signal
@@ -30,8 +31,8 @@ PARTS = 5  # embedding, two layers, head, MTP head
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    models.source(folder / "source", mtp=1)
-    models.recipe(folder)
+    models.source(folder / "source", mtp=1, **models.CALIBRATED)
+    models.recipe(folder, models.CALIBRATED_RULES)
     models.tokens(folder)
     return folder
 
@@ -76,12 +77,17 @@ def test_report(place, whole):
     coded = {path for path in report["tensors"] if not path.startswith(("mtp.", "embed"))}
     for path, tensor in report["tensors"].items():
         seen = path in coded
-        assert (tensor["samples_mean"] > 0) == seen, path
+        assert (tensor["samples"] > 0) == seen, path
         assert (tensor["output_error"] is not None) == seen, path
-        assert tensor["method"] == ("gptq" if seen else "round-to-nearest"), path
-    # Both layers have three matrices of the shared expert and two stacks; one has four more of
-    # attention, the other three of the delta rule. Then there is the head.
-    assert len(coded) == 2 * 5 + 4 + 3 + 1
+        rule = next(r for r in models.CALIBRATED_RULES if fnmatch.fnmatchcase(path, r["pattern"]))
+        assert tensor["method"] == (rule["method"] if seen else "round-to-nearest"), path
+    # Two stacks and a matrix a layer, and the head.
+    assert len(coded) == 2 * 3 + 1
+    scheme = json.loads(whole["config.json"])["quantization_config"]["tensors"]
+    assert {path for path, tensor in scheme.items() if tensor["input_scale"]} == {
+        "lm_head.weight",
+        *(f"layers.{layer}.self_attn.q_proj.weight" for layer in range(2)),
+    }
     assert report["calibration"]["windows"] == WINDOWS
     assert report["calibration"]["window"] == WINDOW
     (file,) = report["calibration"]["files"]
@@ -181,7 +187,7 @@ def test_text_that_changed_is_not_gone_on_with(place, whole, tmp_path):
     ("count", "top", "settings", "words"),
     [
         (WINDOW - 1, 96, {}, ("15", "16")),
-        (64, 97 + 30, {}, ("96",)),
+        (64, 97 + 30, {}, ("0 to 95", "tokenizer is not the model's")),
         (64, 96, {"windows": 0}, ("0 windows",)),
         (64, 96, {"window": 257}, ("257", "256")),
         (64, 96, {"window": 0}, ("0 tokens",)),

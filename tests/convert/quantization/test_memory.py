@@ -48,7 +48,7 @@ class Watch:
 
 @pytest.mark.parametrize("calibrated_run", [False, True])
 def test_codes_of_a_layer_are_gone_when_the_next_is_made(tmp_path, monkeypatch, calibrated_run):
-    source, watch = models.source(tmp_path / "source", mtp=1), Watch()
+    source, watch = models.source(tmp_path / "source", mtp=1, **models.CALIBRATED), Watch()
     for module in (rounding, calibrated):
         monkeypatch.setattr(module, "packed", watch.around(module.packed))
     calibration = None
@@ -61,7 +61,7 @@ def test_codes_of_a_layer_are_gone_when_the_next_is_made(tmp_path, monkeypatch, 
             windows=models.WINDOWS,
             window=models.WINDOW,
         )
-    recipe = read_recipe(str(models.recipe(tmp_path)))
+    recipe = read_recipe(str(models.recipe(tmp_path, models.CALIBRATED_RULES)))
     plan = plan_quantization(source, recipe, calibration=calibration)
     quantize(plan, Path(tmp_path / "codes"), max_shard_bytes=1 << 30)
     order = ["embedding", "layer 0", "layer 1", "head", "mtp"]

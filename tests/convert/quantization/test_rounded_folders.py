@@ -96,7 +96,7 @@ def test_a_model_is_loaded_from_it(shell):
     model, _ = load(codes, bits=3)
     for path, key, inputs, group in (
         ("mlp.experts.down_proj", "model.layers.0.mlp.experts.down_proj", 32, 32),
-        ("linear_attn.in_proj_z.weight", "model.layers.0.linear_attn.in_proj_z.weight", 80, 64),
+        ("linear_attn.in_proj_qkv.weight", "model.layers.0.linear_attn.in_proj_qkv.weight", 80, 64),
     ):
         leaf = functools.reduce(getattr, path.split("."), model.layers[0])[...]
         assert isinstance(leaf, QTensor)
@@ -178,7 +178,7 @@ def test_constant_and_zero_groups(shell):
     ("key", "value"),
     [
         ("model.layers.1.mlp.experts.down_proj", np.nan),
-        ("model.layers.0.linear_attn.in_proj_z.weight", np.inf),
+        ("model.layers.0.linear_attn.in_proj_qkv.weight", np.inf),
         ("model.embed_tokens.weight", -np.inf),
         ("model.layers.0.mlp.gate.weight", np.nan),
     ],
