@@ -56,6 +56,25 @@ def test_result_is_fit_to_be_kept(run, tiny):
     assert "keys and values in int8" in text
 
 
+def test_random_weights_in_codes(run, write_tiny, tmp_path):
+    wide = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512}
+    wide |= {"head_dim": 32, "eos_token_id": 1}
+    folder = write_tiny(tmp_path / "wide", tokenizer=False, **wide)
+    outcome = run("bench", str(folder), "--dummy", "--recipe", "q3", *SMALL, "--json")
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out)
+    assert (result["figures"]["model"]["recipe"], result["figures"]["model"]["bits"]) == ("q3", 3)
+    # Codes and scales of the embedding, q and o, k and v, gate and up, down; float32 norms.
+    embedding = 512 * (2 * 4 * 4 + 2 * 2)
+    attention = (64 + 2 * 32 + 64) * (2 * 4 * 4 + 2)
+    mlp = 2 * 96 * (2 * 3 * 4 + 2) + 64 * (3 * 3 * 4 + 2 * 2)
+    norms = 4 * (3 * 64 + 2 * 32)
+    assert outcome.err.count("random weights") == 1
+    expected = embedding + attention + mlp + norms
+    assert result["figures"]["weight_bytes"] == expected
+    check_table(as_text(result), "1 layers, float32, random weights, recipe q3 of 3 bits")
+
+
 def check_table(text: str, weights: str) -> None:
     for row in ("prefill", "first token", "inter-token", "loop", "peak memory", "compilation"):
         assert f"\n{row} " in text
@@ -79,6 +98,8 @@ def test_too_large_a_model_is_refused_with_both_numbers(run):
         (("demo", "--prompt-tokens", "0"), "prompt_tokens is 0"),
         (("demo", "--batch-size", "0"), "batch_size is 0"),
         (("demo", "--max-model-len", "100"), "max_model_len is 100"),
+        (("demo", "--recipe", "q3"), "add --dummy"),
+        (("demo", "--recipe", "q5", "--dummy"), "q3, q3-small, q4, q8, experts-only"),
     ],
 )
 def test_bad_request_is_refused(run, arguments, words):

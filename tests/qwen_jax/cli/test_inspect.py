@@ -14,6 +14,7 @@ from qwen_jax.cli.console import scaled
 from qwen_jax.cli.shape import parse_size
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
+from tests.qwen_jax.coded_folder import arrays_of, coded_model, scheme_from, write_coded
 
 
 def inspected(run, *arguments: str) -> dict:
@@ -50,6 +51,33 @@ def test_text_says_the_same(run):
 def test_memory_too_small_for_the_weights(run):
     outcome = run("inspect", "qwen3.6-35b-a3b", "--memory", "24GB")
     assert "24.0 GB do not hold the weights (69.3 GB)" in outcome.out
+
+
+def test_a_recipe_changes_the_bytes(run):
+    report = inspected(run, "qwen3.6-35b-a3b", "--recipe", "q3", "--memory", "24GB")
+    cost = report["cost"]
+    assert (cost["recipe"], cost["bits"]) == ("q3", 3)
+    # 40 layers of 256 experts with three matrices 2048 x 512, of 3.25 bits.
+    experts = 40 * 256 * 3 * 2048 * 512 * 3.25 / 8
+    assert experts < cost["weight_bytes"] < experts + 1.7e9
+    assert cost["formats"]["3 bits, groups of 64"] == 80
+    assert report["fit"]["context"] > 262_144
+    outcome = run("inspect", "demo", "--recipe", "q3")
+    assert outcome.code == 2 and "--dry-run" in outcome.err
+
+
+def test_a_folder_in_codes(run, tmp_path):
+    model = coded_model()
+    arrays = arrays_of(model)
+    folder = write_coded(tmp_path / "codes", arrays, scheme_from(model))
+    report = inspected(run, str(folder))
+    assert report["cost"]["recipe"] == "mine"
+    assert report["cost"]["weight_bytes"] == report["folder"]["bytes"]
+    assert report["cost"]["formats"]["4 bits, groups of 32, zero points"] == 1
+    assert report["folder"]["quantised"] is None
+    text = run("inspect", str(folder)).out
+    assert "1 matrices of 3 bits, groups of 32" in text
+    assert "recipe mine" in text
 
 
 def test_dtype_changes_the_bytes(run):
