@@ -21,7 +21,14 @@ from qwen_jax.evaluate.activations import (
 )
 from qwen_jax.model import Routing
 from qwen_jax.model.moe import Experts
-from qwen_jax.quant import ActivationFormat, fake_quantise
+from qwen_jax.quant import (
+    ActivationFormat,
+    TensorScheme,
+    WeightFormat,
+    abstract_qtensor,
+    fake_quantise,
+)
+from qwen_jax.quant.random import random_qtensor
 
 BITS = range(3, 9)
 STATIC = ActivationFormat(4, "static")
@@ -102,6 +109,28 @@ def test_experts_one_by_one_are_the_experts(fast_compile, sparse):
     found, used, expected = both(experts, x, routing)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert np.asarray(used).sum() == (ids < 6).sum()
+
+
+def test_experts_in_codes_are_those_they_stand_for(fast_compile, sparse):
+    """Rounding works the same whether an expert is stored in codes or as the same numbers."""
+    model = nnx.clone(sparse)
+    experts = with_activations(model, ActivationFormat(4)).layers[0].mlp.experts
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(0, 1, (1, 12, 32)), jnp.float32)
+    ids = jnp.asarray(random.integers(0, 6, (1, 12, 2)), jnp.int32)
+    routing = Routing(ids, jnp.full(ids.shape, 0.5, jnp.float32))
+    run = jax.jit(lambda experts: experts(x, routing))
+    found = []
+    for plain in (False, True):
+        for name in ("gate_up_proj", "down_proj"):
+            parameter = getattr(experts.experts, name)
+            scheme = TensorScheme(WeightFormat(8, 32))
+            like = abstract_qtensor(parameter.shape, scheme)
+            codes = random_qtensor(like, 0.3, jax.random.key(1))
+            parameter.set_value(codes.dequantise("float32") if plain else codes)
+        found.append(run(experts))
+    assert np.abs(found[0]).max() > 0.1
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
 
 
 def test_every_matrix_of_a_recipe_is_wrapped_and_nothing_else(tiny):
