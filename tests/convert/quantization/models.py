@@ -32,29 +32,28 @@ RULES: list[dict[str, Any]] = [
     {"pattern": "*.mlp.shared_expert.*_proj.weight", "bits": 8, "group_size": 32},
     {"pattern": "*.linear_attn.in_proj_qkv*", "bits": 4, "group_size": 64, "symmetric": False},
     {"pattern": "*.self_attn.q_proj.weight", "bits": 4, "group_size": 64, "symmetric": False},
-    {"pattern": "lm_head.weight", "bits": 4, "group_size": 64},
-    {
-        "pattern": "embed_tokens.weight",
-        "bits": 4,
-        "group_size": 64,
-        "method": "round-to-nearest",
-    },
+    {"pattern": "lm_head.weight", "bits": 4, "group_size": 64, "symmetric": False},
+    {"pattern": "embed_tokens.weight", "bits": 4, "group_size": 64, "symmetric": False},
 ]
 # For calibrated runs, which compile for every shape, format and method: few of these.
 CALIBRATED: dict[str, Any] = {
     "layer_types": ["full_attention", "full_attention"],
 }
 CALIBRATED_RULES: list[dict[str, Any]] = [
-    {"pattern": "*.mlp.experts.gate_up_proj", "bits": 3, "group_size": 32, "method": "gptq"},
     {
-        "pattern": "*.mlp.experts.down_proj",
+        "pattern": "*.mlp.experts.gate_up_proj",
         "bits": 3,
         "group_size": 32,
-        "symmetric": False,
-        "method": "round-to-nearest",
+        "method": "activation-aware",
     },
     *(
-        {"pattern": name, "bits": 4, "group_size": 32, "method": "activation-aware"}
+        {
+            "pattern": name,
+            "bits": 4,
+            "group_size": 64,
+            "symmetric": False,
+            "method": "activation-aware",
+        }
         for name in ("*.self_attn.q_proj.weight", "lm_head.weight", "embed_tokens.weight")
     ),
 ]

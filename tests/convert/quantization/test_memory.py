@@ -48,7 +48,7 @@ class Watch:
 
 @pytest.mark.parametrize("calibrated_run", [False, True])
 def test_codes_of_a_layer_are_gone_when_the_next_is_made(tmp_path, monkeypatch, calibrated_run):
-    source, watch = models.source(tmp_path / "source", mtp=1, **models.CALIBRATED), Watch()
+    source, watch = models.source(tmp_path / "source", **models.CALIBRATED), Watch()
     for module in (rounding, calibrated):
         monkeypatch.setattr(module, "packed", watch.around(module.packed))
     calibration = None
@@ -64,7 +64,7 @@ def test_codes_of_a_layer_are_gone_when_the_next_is_made(tmp_path, monkeypatch, 
     recipe = read_recipe(str(models.recipe(tmp_path, models.CALIBRATED_RULES)))
     plan = plan_quantization(source, recipe, calibration=calibration)
     quantize(plan, Path(tmp_path / "codes"), max_shard_bytes=1 << 30)
-    order = ["embedding", "layer 0", "layer 1", "head", "mtp"]
+    order = ["embedding", "layer 0", "layer 1", "head"]
     assert {now for now, _ in watch.alive} == set(order)
     for now, part in watch.alive:
         # What was made just before may still be on its way to the disk.
