@@ -5,8 +5,7 @@
 Each case of `specs.SPECS` is compared with float64 products of the exact numbers that the codes
 stand for, and must give the same bits when run again. Then it is timed beside XLA's product with
 the same matrix in bfloat16, and from 65 rows on beside XLA's product with a matrix that is made of
-the codes in the same call. Matrices are rotated over more than 200 MB, and the time of making a
-call wait for the one before is taken off. "of copy" is the share of the bandwidth of a 4 GiB copy
+the codes in the same call. Matrices are rotated over more than 200 MB. "of copy" is the share of the bandwidth of a 4 GiB copy
 that the bytes of the call make. With `--sweep`, other ways to cut the work are timed too, of fewer
 cases. Without `--output`, the JSON goes into the folder that $OUT names, if it names one. Exits
 with 1 if a case is wrong.
@@ -143,19 +142,9 @@ def check(spec: Spec) -> dict[str, Any]:
 
 
 def chain(run: Callable[..., jax.Array], x: jax.Array, weights: Sequence[Any]) -> Chain:
-    """Calls of `run`, which takes x and the arrays of a matrix. X waits for the call before."""
-
-    def call(x: jax.Array, weight: Any, _: Any) -> jax.Array:
-        y = jax.lax.optimization_barrier(run(x, *weight))
-        # Of the whole x: writing one element, calls would be merged with all before them.
-        return x + 0 * y[0, 0].astype(x.dtype)
-
-    return Chain.compiled(call, x, weights, None, MANY_CALLS if len(x) > 64 else CALLS)
-
-
-def waiting(x: jax.Array, calls: int) -> float:
-    """Seconds that making so many calls wait takes of each."""
-    return chain(lambda x, *_: x, x, [()] * calls).seconds()
+    """Calls of `run`, which takes x and the arrays of a matrix."""
+    calls = MANY_CALLS if len(x) > 64 else CALLS
+    return Chain.of_equals(lambda x, weight: run(x, *weight), x, weights, calls)
 
 
 def turns(nbytes: int) -> int:
@@ -187,9 +176,8 @@ def timed(spec: Spec, copy: float) -> dict[str, Any]:
     chains = {"seconds": chain(run, x, weights), "xla_seconds": chain(plain, x, wide)}
     if spec.rows > 64:
         chains["made_seconds"] = chain(made, x, weights[:2])
-    wait = waiting(x, chains["seconds"].calls)
-    row: dict[str, Any] = {name: chain.seconds() - wait for name, chain in chains.items()}
-    return row | {"waiting_seconds": wait, "of_copy": spec.nbytes / row["seconds"] / copy}
+    row: dict[str, Any] = {name: chain.seconds() for name, chain in chains.items()}
+    return row | {"of_copy": spec.nbytes / row["seconds"] / copy}
 
 
 def sweep(spec: Spec) -> list[dict[str, Any]]:
@@ -214,14 +202,12 @@ def sweep(spec: Spec) -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         chains = list(pool.map(compiled, cuts))
-    wait = None
     for config, found in zip(cuts, chains, strict=True):
         cut = {"kind": type(config).__name__, **dataclasses.asdict(config)}
         if isinstance(found, str):
             print(f"    {config}: {found}", flush=True)
             continue
-        wait = waiting(x, found.calls) if wait is None else wait
-        rows.append({**cut, "seconds": found.seconds() - wait})
+        rows.append({**cut, "seconds": found.seconds()})
     return sorted(rows, key=lambda row: row["seconds"])
 
 

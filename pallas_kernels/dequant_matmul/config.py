@@ -8,6 +8,8 @@ FEW_ROWS = 4
 SOME_ROWS = 64
 # From so many on, making a matrix in bfloat16 is the smaller part of its product.
 UNPACKED_ROWS = 256
+# Units that are multiplied together by the kernel of some rows.
+BLOCK_UNITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +38,31 @@ class SomeRows:
 
     Attributes:
         rows: rows a program, a power of two from 16 on.
-        outputs: outputs a program, a power of two.
+        outputs: outputs a program, a power of two, at least 16 a warp.
         splits: into how many parts the inputs are cut; parts are summed by a further launch.
-        num_warps: warps a program. Where a thread has two units of a group, it stores what it
-            decodes in long words; with fewer than one, threads repeat each other's work. With
-            four, each 64 outputs are one instruction of the tensor cores.
+        num_warps: warps a program. With four, the tensor cores would take codes out of shared
+            memory only.
         num_stages: see `_compat.triton_call`.
+        blocks: of `BLOCK_UNITS`, that are multiplied in one iteration.
     """
 
     rows: int = 16
-    outputs: int = 64
+    outputs: int = 32
     splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
+    num_warps: int = 2
+    num_stages: int = 3
+    blocks: int = 1
+    rotated: bool = False
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether threads multiply what they decode, see `some_rows`."""
+        return self.num_warps < 4
+
+    @property
+    def units(self) -> int:
+        """Units of an iteration."""
+        return BLOCK_UNITS * self.blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +121,7 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
             count //= 2
         return FewRows(max(count, least), width, warps)
     if rows <= SOME_ROWS:
-        warps = 4 if group_units > 1 else 2
-        return SomeRows(max(16, _power_of_two(rows)), 64, num_warps=warps)
+        return SomeRows(max(16, _power_of_two(rows)))
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
 
 

@@ -36,8 +36,8 @@ class Shape:
     dtype: Any
 
     def mask(
-        self, tile: tuple[int, int], output: Int[Array, "o u"], unit: Int[Array, "o u"]
-    ) -> Bool[Array, "o u"] | None:
+        self, tile: tuple[int, int], output: Int[Array, "*s"], unit: Int[Array, "*s"]
+    ) -> Bool[Array, "*s"] | None:
         """Which outputs and units of a tile exist; None where all must."""
         inside = None
         if self.outputs % tile[0]:
@@ -75,15 +75,31 @@ def per_group(
 
 
 def x_tile(
-    shape: Shape, x_ref: Any, row: Int[Array, " m"], start: Any, width: int
+    shape: Shape,
+    x_ref: Any,
+    row: Int[Array, " m"],
+    start: Any,
+    width: int,
+    read: Bool[Array, "m i"] | None = None,
 ) -> Float[Array, "m i"]:
-    """Columns of x from `start` on; zero for rows and columns that do not exist."""
+    """Columns of x from `start` on; zero for rows and columns that do not exist.
+
+    Args:
+        shape: of the call.
+        x_ref: rows.
+        row: which of them.
+        start: column.
+        width: number of columns.
+        read: which numbers are read, the others are zero; all if None.
+    """
     size = (row.shape[0], width)
     rows = jnp.broadcast_to(row[:, None], size)
-    column = start + jax.lax.broadcasted_iota(jnp.int32, size, 1)
+    column = start + iota(size, 1)
     inside = rows < shape.rows
     if shape.inputs % width:
         inside &= column < shape.inputs
+    if read is not None:
+        inside &= read
     return load(x_ref, rows, column, mask=inside)
 
 

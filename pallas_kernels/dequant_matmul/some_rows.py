@@ -1,4 +1,13 @@
-"""Up to 64 rows: integer codes on tensor cores, the scale on each group's sum."""
+"""Up to 64 rows: integer codes on tensor cores, the scale on each group's sum.
+
+Four units are multiplied at a time. Where they are several groups, each row of inputs is several
+rows, one for each group, that are zero elsewhere: so that groups have sums of their own.
+
+With one or two warps, threads multiply what they decoded themselves, and codes never go through
+shared memory in bfloat16. An instruction of the tensor cores takes 16 inputs of 16 outputs, and
+each of its threads brings four inputs of two outputs that are eight apart. In which order inputs
+are summed is free, so the four threads of an output take a unit each.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, UInt
 
-from .._compat import dot, triton_call
-from .config import SomeRows
-from .operands import Shape, above_zero, inputs_of, iota, per_group, words, x_tile
+from .._compat import current_target, dot, triton_call
+from .config import BLOCK_UNITS, SomeRows
+from .layout import UNIT
+from .operands import Shape, above_zero, iota, per_group, words, x_tile
 from .unit import centred, step
+
+BLOCK = BLOCK_UNITS * UNIT
 
 
 def product(
@@ -25,43 +37,37 @@ def product(
     config: SomeRows,
 ) -> Float[Array, "M O"]:
     """See `api.dequant_matmul`."""
-    # Outputs first: then what is decoded is stored as it lies in registers.
+    # Outputs first: then what is decoded is multiplied as it lies in registers.
     tile = config.outputs, config.rows
-    block = config.outputs, shape.group_units
-    width, groups = inputs_of(shape.group_units), pl.cdiv(shape.units, shape.group_units)
-    share = pl.cdiv(groups, config.splits)
-    splits = pl.cdiv(groups, share)
+    steps = pl.cdiv(shape.units, config.units)
+    share = pl.cdiv(steps, config.splits)
+    splits = pl.cdiv(steps, share)
     arrays = [x, codes, scale] + ([] if zero is None else [zero])
     dtype = shape.dtype if splits == 1 else jnp.float32
+    cores = current_target().cores
 
     def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
         zero_ref = None if zero is None else refs[0]
         split, first = pl.program_id(2), pl.program_id(0) * tile[0]
-        row = pl.program_id(1) * tile[1] + jax.lax.iota(jnp.int32, tile[1])
-        output = first + jax.lax.iota(jnp.int32, tile[0])
-        exists = output < shape.outputs if shape.outputs % tile[0] else None
+        ones = jnp.ones((tile[0], BLOCK), jnp.bfloat16)
+        count = jnp.minimum(share, steps - split * share)
 
-        def add(group: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
-            unit = group * block[1] + iota(block, 1)
-            outputs = first + iota(block, 0)
-            mask = shape.mask(block, outputs, unit)
-            codes = centred(words(shape, codes_ref, outputs, unit, mask))
-            part = x_tile(shape, x_ref, row, group * width, width)
-            partial, factor = dot(codes, part.T), step(shape.bits)
-            if zero_ref is not None:
-                above = above_zero(shape, zero_ref, output, group, exists)
-                sums = jnp.sum(part.astype(jnp.float32), axis=1)
-                partial = partial * factor + above[:, None] * sums[None, :]
-                factor = 1.0
-            scales = per_group(scale_ref, output, group, exists) * factor
-            return total + partial * scales[:, None]
+        def add(index: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
+            if config.rotated:
+                index = (index + pl.program_id(0) % cores) % count
+            for block in range(config.blocks):
+                start = (split * share + index) * config.units + block * BLOCK_UNITS
+                codes = _codes(shape, config, codes_ref, first, start)
+                part = _inputs(shape, config, x_ref, start)
+                products = dot(codes, part.T)
+                sums = None if zero_ref is None else dot(ones, part.T)
+                total = total + _scaled(
+                    shape, config, products, sums, first, start, scale_ref, zero_ref
+                )
+            return total
 
-        stop = jnp.minimum((split + 1) * share, groups)
-        total = jax.lax.fori_loop(split * share, stop, add, jnp.zeros(tile, jnp.float32))
-        rows, columns = (
-            jnp.broadcast_to(row[None, :], tile),
-            jnp.broadcast_to(output[:, None], tile),
-        )
+        total = jax.lax.fori_loop(0, count, add, jnp.zeros(tile, jnp.float32))
+        rows, columns = pl.program_id(1) * tile[1] + iota(tile, 1), first + iota(tile, 0)
         plt.store(
             refs[-1].at[split, rows, columns],
             total.astype(dtype),
@@ -77,3 +83,96 @@ def product(
         out_shape=jax.ShapeDtypeStruct((splits, shape.rows, shape.outputs), dtype),
     )(*arrays)
     return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(shape.dtype)
+
+
+def _codes(
+    shape: Shape, config: SomeRows, codes_ref: Any, first: Any, start: Any
+) -> Float[Array, "o i"]:
+    """A block of codes from their centre.
+
+    Args:
+        shape: of the call.
+        config: see there.
+        codes_ref: words.
+        first: output of the program.
+        start: unit of the block.
+    """
+    block = config.outputs, BLOCK_UNITS
+    output, unit = iota(block, 0), start + iota(block, 1)
+    warps = config.num_warps
+    if config.in_turns:
+        # Warps share what is read eight by eight; tensor cores take 16 of a warp.
+        warp, pair = output // 8 % warps, output // (8 * warps) % 2
+        output = output // (16 * warps) * (16 * warps) + warp * 16 + pair * 8 + output % 8
+    output = first + output
+    mask = shape.mask((config.outputs, config.units), output, unit)
+    codes = centred(words(shape, codes_ref, output, unit, mask))
+    if config.in_turns:
+        codes = codes.reshape(-1, 2, warps, 8, BLOCK_UNITS, UNIT // 4, 2, 2)
+        codes = codes.transpose(0, 2, 1, 3, 5, 6, 4, 7).reshape(config.outputs, BLOCK)
+    return codes
+
+
+def _inputs(shape: Shape, config: SomeRows, x_ref: Any, start: Any) -> Float[Array, "gm i"]:
+    """The inputs of a block, for each of its groups those of all rows.
+
+    Args:
+        shape: of the call.
+        config: see there.
+        x_ref: rows.
+        start: unit of the block.
+    """
+    groups = BLOCK_UNITS // shape.group_units
+    size = groups * config.rows, BLOCK
+    row = pl.program_id(1) * config.rows + jax.lax.iota(jnp.int32, size[0]) % config.rows
+    read = None
+    if groups > 1:
+        # Not `//`, from which the compiler does not see that neighbours are read together.
+        group, index = jax.lax.div(iota(size, 0), config.rows), iota(size, 1)
+        read = jax.lax.div(index, shape.group_units * UNIT) == group
+    x = x_tile(shape, x_ref, row, start * UNIT, BLOCK, read)
+    if config.in_turns:
+        parts = x.reshape(size[0], BLOCK_UNITS, UNIT // 4, 2, 2)
+        x = parts.transpose(0, 2, 3, 1, 4).reshape(size)
+    return x
+
+
+def _scaled(
+    shape: Shape,
+    config: SomeRows,
+    products: Float[Array, "o gm"],
+    sums: Float[Array, "o gm"] | None,
+    first: Any,
+    start: Any,
+    scale_ref: Any,
+    zero_ref: Any,
+) -> Float[Array, "o m"]:
+    """Products with the numbers of a block.
+
+    Args:
+        shape: of the call.
+        config: see there.
+        products: with its codes from their centre.
+        sums: of inputs, where there are zero points.
+        first: output of the program.
+        start: unit of the block.
+        scale_ref: scales.
+        zero_ref: zero points.
+    """
+    size = config.outputs, BLOCK_UNITS // shape.group_units
+    output, unit = first + iota(size, 0), start + iota(size, 1) * shape.group_units
+    mask = shape.mask((config.outputs, config.units), output, unit)
+    at = output, unit // shape.group_units, mask
+
+    def spread(numbers: Float[Array, "o g"]) -> Float[Array, "o gm"]:
+        wide = jnp.broadcast_to(numbers[:, :, None], (*size, config.rows))
+        return wide.reshape(products.shape)
+
+    factor = step(shape.bits)
+    if sums is not None:
+        above = above_zero(shape, zero_ref, *at)
+        products, factor = products * factor + spread(above) * sums, 1.0
+    products = products * spread(per_group(scale_ref, *at) * factor)
+    if size[1] > 1:
+        products = jnp.sum(products.reshape(*size, config.rows), axis=1)
+    return products

@@ -112,7 +112,7 @@ CUTS = {
     "some rows": (small(33, 3, 64, zero=True, outputs=70), SomeRows(16, 32)),
     "some rows, split": (
         small(7, 8, 32, inputs=520, outputs=32, scale="float32"),
-        SomeRows(16, 32, 3),
+        SomeRows(16, 32, 3, blocks=2),
     ),
     "many rows": (small(70, 3, 64, zero=True), ManyRows(32, 16, 4)),
     "unpacked": (small(66, 3, 32, zero=True), Unpacked(16, 4, 1)),
