@@ -48,18 +48,24 @@ THREADS = 8
 CHECKED_OUTPUTS = 4096
 FEW = [
     *(FewRows(outputs, 128, 4) for outputs in (4, 8)),
-    *(FewRows(outputs, 64, 2) for outputs in (4, 8, 16)),
-    *(FewRows(outputs, 64, 4) for outputs in (8, 16)),
-    *(FewRows(outputs, 32, 1) for outputs in (4, 8)),
-    *(FewRows(outputs, 16, 1) for outputs in (4, 8, 16)),
+    *(FewRows(outputs, 64, 2) for outputs in (4, 16)),
+    FewRows(8, 64, 4),
+    FewRows(8, 32, 1),
+    FewRows(8, 16, 1),
 ]
 SOME = [
-    *(SomeRows(16, 64, 1, 4, stages) for stages in (1, 2, 3, 4, 6)),
-    *(SomeRows(16, 64, 2, 4, stages) for stages in (2, 4)),
-    *(SomeRows(16, 32, 1, 2, stages) for stages in (1, 3, 5)),
-    SomeRows(16, 64, 4, 4, 3),
+    *(SomeRows(16, 32, 1, 2, stages) for stages in (2, 3, 4, 6)),
+    *(SomeRows(16, 32, 1, 2, stages, rotated=True) for stages in (3, 5)),
+    *(SomeRows(16, 32, 1, 2, stages, 2) for stages in (2, 3, 4)),
+    *(SomeRows(16, 32, 1, 2, stages, 2, rotated=True) for stages in (2, 3)),
+    *(SomeRows(16, 64, 1, 2, stages, rotated=True) for stages in (3, 5)),
+    SomeRows(16, 64, 1, 2, 3),
+    SomeRows(16, 16, 1, 1, 4),
+    SomeRows(16, 64, 1, 4, 3),
+    SomeRows(16, 64, 1, 4, 3, rotated=True),
+    SomeRows(16, 64, 1, 4, 3, 2),
+    SomeRows(16, 64, 2, 2, 3, 2),
     SomeRows(16, 128, 2, 4, 3),
-    SomeRows(16, 128, 1, 8, 4),
 ]
 MANY = [
     ManyRows(),

@@ -15,6 +15,8 @@ CALLS_A_STEP = 64
 SECONDS_A_RUN = 0.03
 RUNS = 5
 COPY_BYTES = 1 << 32
+# Launches of a graph that do not need each other could run at the same time.
+IN_ORDER = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def seconds_per_call(
@@ -64,7 +66,7 @@ class Chain:
                 to compile and long to run.
         """
         step = jax.jit(function)
-        count = _whole_turns(inputs, calls)
+        count = len(inputs) * -(-calls // len(inputs))
 
         @jax.jit
         def chain(carry: Any, inputs: Sequence[Any], shared: Any, repeats: jax.Array) -> Any:
@@ -92,9 +94,8 @@ class Chain:
     ) -> Chain:
         """Compile calls that take the same x, with no launch between them; nothing is run.
 
-        They run one after another, as XLA runs whatever is not asked for asynchronously. All
-        results leave the round, so that none is left out, and x is new in each, at the cost of one
-        small launch a round.
+        All results leave the round, so that no call is left out, and barriers keep calls from being
+        merged. After each turn of the inputs x is new, at the cost of one small launch.
 
         Args:
             function: (x, input) -> result.
@@ -103,25 +104,29 @@ class Chain:
             calls: see `compiled`.
         """
         step = jax.jit(function)
-        turns = [inputs[index % len(inputs)] for index in range(_whole_turns(inputs, calls))]
+        turns = -(-calls // len(inputs))
 
         @jax.jit
         def chain(x: jax.Array, inputs: Sequence[Any], repeats: jax.Array) -> Any:
             def body(_: jax.Array, carry: Any) -> Any:
-                x, _ = carry
-                results = [step(x, inputs[index % len(inputs)]) for index in range(len(turns))]
-                return x + 0 * results[-1].ravel()[0].astype(x.dtype), results
+                x, results = carry[0], []
+                for _ in range(turns):
+                    for one in inputs:
+                        x, y = jax.lax.optimization_barrier((x, step(x, one)))
+                        results.append(y)
+                    x = x + 0 * results[-1].ravel()[0].astype(x.dtype)
+                return x, results
 
-            results = [jnp.zeros(y.shape, y.dtype) for y in shapes]
+            results = [jnp.zeros(y.shape, y.dtype) for y in shapes * turns]
             return jax.lax.fori_loop(0, repeats, body, (x, results))
 
-        shapes = [jax.eval_shape(step, x, turn) for turn in turns]
-        program = chain.lower(x, inputs, jnp.int32(1)).compile()
+        shapes = [jax.eval_shape(step, x, one) for one in inputs]
+        program = chain.lower(x, inputs, jnp.int32(1)).compile(compiler_options=IN_ORDER)
 
         def run(repeats: int) -> None:
             jax.block_until_ready(program(x, inputs, jnp.int32(repeats)))
 
-        return cls(run, len(turns))
+        return cls(run, len(inputs) * turns)
 
     def seconds(self) -> float:
         """Median time of one call."""
@@ -134,10 +139,6 @@ class Chain:
         start = time.perf_counter()
         self.run(repeats)
         return time.perf_counter() - start
-
-
-def _whole_turns(inputs: Sequence[Any], calls: int) -> int:
-    return len(inputs) * -(-calls // len(inputs))
 
 
 def copy_bytes_per_second() -> float:
