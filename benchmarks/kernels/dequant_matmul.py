@@ -5,10 +5,10 @@
 Each case of `specs.SPECS` is compared with float64 products of the exact numbers that the codes
 stand for, and must give the same bits when run again. Then it is timed beside XLA's product with
 the same matrix in bfloat16, and from 65 rows on beside XLA's product with a matrix that is made of
-the codes in the same call. Matrices are rotated over more than 200 MB. "of copy" is the share of the bandwidth of a 4 GiB copy
-that the bytes of the call make. With `--sweep`, other ways to cut the work are timed too, of fewer
-cases. Without `--output`, the JSON goes into the folder that $OUT names, if it names one. Exits
-with 1 if a case is wrong.
+the codes in the same call. Matrices are rotated over more than 200 MB. "of copy" is the share of
+the bandwidth of a 4 GiB copy that the bytes of the call make. With `--sweep`, other ways to cut the
+work are timed too, of fewer cases. Without `--output`, the JSON goes into the folder that $OUT
+names, if it names one. Exits with 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -78,14 +78,17 @@ MANY = [
     Unpacked(16, 64, 8),
 ]
 SWEPT = (
-    "1 row, 12288x2048",
-    "1 row, 2048x4096",
     "16 rows, 12288x2048",
-    "4096 rows, 12288x2048",
-    "1 row, head, 4 bits",
+    "1 row, 12288x2048",
     "4 rows, 12288x2048",
-    "256 rows, 12288x2048",
+    "64 rows, 12288x2048",
+    "16 rows, 12288x2048, groups of 64",
+    "2 rows, 12288x2048",
+    "1 row, 2048x4096",
+    "1 row, head, 4 bits",
     "1 row, 8192x512",
+    "256 rows, 12288x2048",
+    "4096 rows, 12288x2048",
 )
 Arrays = tuple[Any, ...]
 
@@ -191,9 +194,9 @@ def sweep(spec: Spec) -> list[dict[str, Any]]:
     cuts: Sequence[Config] = SOME if spec.rows <= 64 else MANY
     if spec.rows <= 4:
         widest = 2 * layout.unit_count(spec.inputs)
-        cuts = [cut for cut in FEW if cut.units < widest]
-        if spec.rows > 1:
-            cuts = [*(cut for cut in cuts if cut.outputs <= 8), *SOME]
+        cuts = [cut for cut in FEW if cut.units < widest and cut.outputs <= (16, 8)[spec.rows > 1]]
+        if spec.outputs == 12288:
+            cuts += SOME[:4] if spec.rows == 1 else SOME
     (x, weights), rows = coded(spec), []
 
     def compiled(config: Config) -> Chain | str:

@@ -10,6 +10,8 @@ SOME_ROWS = 64
 UNPACKED_ROWS = 256
 # Units that are multiplied together by the kernel of some rows.
 BLOCK_UNITS = 4
+# Warps of one row's kernel on a multiprocessor: what keeps it busy, and what it holds at a time.
+LEAST_WARPS, MOST_WARPS = 6, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,16 +115,38 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
         group_units: units a group.
     """
     if rows <= FEW_ROWS:
-        # Threads hold all rows' inputs of their unit, and the sums of their outputs.
-        width = min(128, _power_of_two(units))
-        warps = max(1, width // 32)
-        count, least = 8, 32 * warps // width
-        while count > least and outputs < count * cores:
-            count //= 2
-        return FewRows(max(count, least), width, warps)
+        return _few_rows(cores, rows, outputs, units)
     if rows <= SOME_ROWS:
-        return SomeRows(max(16, _power_of_two(rows)))
+        return _some_rows(rows, group_units)
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
+
+
+def _few_rows(cores: int, rows: int, outputs: int, units: int) -> FewRows:
+    """Many outputs a program, for which inputs are read once, but all multiprocessors at work.
+
+    Threads hold all rows' inputs of their unit, so several rows leave room for fewer outputs. Where
+    programs come and go anyway, short ones read while others multiply.
+    """
+    width = min(128, _power_of_two(units))
+    warps = max(1, width // 32)
+    count = 16 if rows == 1 else 8
+    if outputs * warps > count * MOST_WARPS * cores:
+        count = 4
+    while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
+        count //= 2
+    return FewRows(max(count, 32 * warps // width), width, warps)
+
+
+def _some_rows(rows: int, group_units: int) -> SomeRows:
+    """Two warps that multiply what they decode; four, where they would decode the same.
+
+    Warps share the outputs while there are no more rows, groups counted apart, than outputs.
+    """
+    rows = max(16, _power_of_two(rows))
+    columns = rows * max(1, BLOCK_UNITS // group_units)
+    if columns <= 32:
+        return SomeRows(rows, blocks=columns // 16)
+    return SomeRows(rows, 64, num_warps=4)
 
 
 def _power_of_two(least: int) -> int:

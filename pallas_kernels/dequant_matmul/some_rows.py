@@ -48,17 +48,18 @@ def product(
 
     def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
         zero_ref = None if zero is None else refs[0]
-        split, first = pl.program_id(2), pl.program_id(0) * tile[0]
+        program, split = pl.program_id(0), pl.program_id(2)
+        first, first_row = program * tile[0], pl.program_id(1) * tile[1]
         ones = jnp.ones((tile[0], BLOCK), jnp.bfloat16)
         count = jnp.minimum(share, steps - split * share)
 
         def add(index: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
             if config.rotated:
-                index = (index + pl.program_id(0) % cores) % count
+                index = (index + program % cores) % count
             for block in range(config.blocks):
                 start = (split * share + index) * config.units + block * BLOCK_UNITS
                 codes = _codes(shape, config, codes_ref, first, start)
-                part = _inputs(shape, config, x_ref, start)
+                part = _inputs(shape, config, x_ref, first_row, start)
                 products = dot(codes, part.T)
                 sums = None if zero_ref is None else dot(ones, part.T)
                 total = total + _scaled(
@@ -67,7 +68,7 @@ def product(
             return total
 
         total = jax.lax.fori_loop(0, count, add, jnp.zeros(tile, jnp.float32))
-        rows, columns = pl.program_id(1) * tile[1] + iota(tile, 1), first + iota(tile, 0)
+        rows, columns = first_row + iota(tile, 1), first + iota(tile, 0)
         plt.store(
             refs[-1].at[split, rows, columns],
             total.astype(dtype),
@@ -113,18 +114,21 @@ def _codes(
     return codes
 
 
-def _inputs(shape: Shape, config: SomeRows, x_ref: Any, start: Any) -> Float[Array, "gm i"]:
+def _inputs(
+    shape: Shape, config: SomeRows, x_ref: Any, first_row: Any, start: Any
+) -> Float[Array, "gm i"]:
     """The inputs of a block, for each of its groups those of all rows.
 
     Args:
         shape: of the call.
         config: see there.
         x_ref: rows.
+        first_row: of the program.
         start: unit of the block.
     """
     groups = BLOCK_UNITS // shape.group_units
     size = groups * config.rows, BLOCK
-    row = pl.program_id(1) * config.rows + jax.lax.iota(jnp.int32, size[0]) % config.rows
+    row = first_row + jax.lax.iota(jnp.int32, size[0]) % config.rows
     read = None
     if groups > 1:
         # Not `//`, from which the compiler does not see that neighbours are read together.

@@ -78,6 +78,7 @@ SPECS = {
     "2 rows, 12288x2048": Spec(2, 12288, 2048),
     "4 rows, 12288x2048": Spec(4, 12288, 2048),
     "16 rows, 12288x2048": Spec(16, 12288, 2048),
+    "16 rows, 12288x2048, groups of 64": Spec(16, 12288, 2048, 3, 64),
     "16 rows, 12288x2048, groups of 32, zero": Spec(16, 12288, 2048, 3, 32, zero=True),
     "64 rows, 12288x2048": Spec(64, 12288, 2048),
     "16 rows, head, 4 bits": Spec(16, 248320, 2048, 4, result="float32"),
