@@ -101,7 +101,14 @@ def loading_table() -> str:
     return "\n".join(lines)
 
 
-KERNELS = ("attention_inputs", "block_attention", "flash_attention", "delta_rule", "rms_norm")
+KERNELS = (
+    "attention_inputs",
+    "block_attention",
+    "flash_attention",
+    "delta_rule",
+    "dequant_matmul",
+    "rms_norm",
+)
 
 
 def kernels_table() -> str:
@@ -138,6 +145,8 @@ def _beside(figures: dict[str, Any]) -> str:
         found.append(f"{figures['flops'] / figures['seconds'] / 1e12:.0f} TFLOP/s")
     if (xla := figures.get("xla_seconds", figures.get("reference_seconds"))) is not None:
         found.append(f"XLA {xla * 1e6:,.1f} us")
+    if "made_seconds" in figures:
+        found.append(f"made and multiplied by XLA {figures['made_seconds'] * 1e6:,.1f} us")
     if "norm_error_of_int8" in figures:
         found.append(f"error of int8 {figures['norm_error_of_int8']:.1%} by norm")
     return ", ".join(found)
