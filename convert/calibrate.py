@@ -195,10 +195,11 @@ def _recorded(
             parts = [str(part) for part in path]
             recorder = _Recorder(module, calls, ".".join(parts))
             setattr(at(layer, parts[:-1]), parts[-1], recorder)
-    return calls, _run(layer, config, x)
+    return calls, run(layer, config, x)
 
 
-def _run(layer: DecoderLayer, config: QwenConfig, x: Float[Array, "B T D"]) -> Array:
+def run(layer: DecoderLayer, config: QwenConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The layer over whole windows, for traced functions."""
     batch, length, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
     start, lengths = (jnp.full((batch,), n, jnp.int32) for n in (0, length))
@@ -212,7 +213,7 @@ def _batches(hidden: np.ndarray, size: int) -> Iterator[Array]:
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def _forward(layer: DecoderLayer, config: QwenConfig, x: Float[Array, "B T D"]) -> Array:
-    return _run(layer, config, x)
+    return run(layer, config, x)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "path"))

@@ -22,8 +22,11 @@ from qwen_jax import CausalLM, QwenConfig, initialise
 from qwen_jax.errors import RequestError
 from qwen_jax.quant import Rule, WeightFormat
 
+pytestmark = pytest.mark.usefixtures("fast_compile_all")
+
 # Full attention at 1 and 2: not every fourth.
 KINDS = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+# Few different shapes of matrices, since each is compiled.
 FIELDS = {
     "model_type": "qwen3_5_moe_text",
     "vocab_size": 64,
@@ -31,19 +34,19 @@ FIELDS = {
     "num_hidden_layers": 4,
     "layer_types": KINDS,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.5,
-    "linear_num_key_heads": 1,
+    "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 16,
     "num_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
     "dtype": "float32",
 }
 MIXERS = {
@@ -57,8 +60,7 @@ MIXERS = {
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
-    with jax.disable_jit(False):
-        return initialise(QwenConfig.from_hf(FIELDS), jax.random.key(0))
+    return initialise(QwenConfig.from_hf(FIELDS), jax.random.key(0))
 
 
 def hidden_states(windows: int, length: int) -> np.ndarray:
@@ -148,17 +150,6 @@ def test_each_matrix_sees_the_ones_before_it_in_codes(model):
     again = quantise_layer(apart, model.config, hidden, last)
     for path, value in again.items():
         np.testing.assert_array_equal(value.codes.values, whole[path].codes.values)
-
-
-def test_eight_bits_change_the_model_little(model):
-    hidden = hidden_states(2, 16)
-    exact = rough = hidden
-    for layer in model.layers:
-        exact = advance(layer, model.config, exact)
-        layer = copy(layer)
-        quantise_layer(layer, model.config, rough, rules_of(layer, 8))
-        rough = advance(layer, model.config, rough)
-    assert np.linalg.norm(rough - exact) < 0.02 * np.linalg.norm(exact)
 
 
 def test_a_rule_for_no_matrix_is_refused(model):

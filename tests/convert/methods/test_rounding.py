@@ -7,6 +7,8 @@ import pytest
 from convert.methods import Codes, bad_weights, dequantise, min_max, round_to_nearest
 from qwen_jax.quant import WeightFormat
 
+pytestmark = pytest.mark.usefixtures("fast_compile_all")
+
 FORMATS = [WeightFormat(b, g, s) for b, g, s in itertools.product((3, 4, 8), (32,), (True, False))]
 
 
