@@ -116,6 +116,8 @@ def _matrix(weight: Array | np.ndarray, hessian: Array, rule: Rule, samples: int
     """A matrix, as many rows at a time as device memory allows."""
     format = _format(rule)
     at_once = max(1, CHUNK_BYTES // (4 * weight.shape[1]))
+    if rule.method == "activation-aware":
+        at_once = weight.shape[0]  # all rows share an input scale
     parts = [
         solve(jnp.asarray(weight[start : start + at_once]), hessian, format, rule.method)
         for start in range(0, weight.shape[0], at_once)

@@ -164,7 +164,8 @@ def finished(
         first = whole._replace(input_scale=input_scale)
     squares = first.squares.reshape(-1, 4).sum(axis=0)
     weight_error, output_error = np.sqrt(squares[[1, 3]] / np.maximum(squares[[0, 2]], 1e-30))
-    usable = first.usable.reshape(-1)
+    # Rows of one matrix share its Hessian.
+    usable = first.usable.reshape(-1)[: 1 if rows else None]
     report = TensorReport(
         method=rule.method if samples else "round-to-nearest",
         bits=rule.format.bits,
@@ -176,7 +177,8 @@ def finished(
         clipped=float(first.clipped.sum() / first.codes.values.size),
         fallback=tuple(int(i) for i in np.flatnonzero(~usable)) if samples else (),
     )
-    return Solved(first.codes, first.input_scale, report)
+    scale = None if first.input_scale is None else np.asarray(first.input_scale)
+    return Solved(first.codes, scale, report)
 
 
 def rounded_without_data(weight: Float[np.ndarray, "*S O I"], rule: Rule) -> Solved:
@@ -214,9 +216,7 @@ def _better(
         _output_error(weight - dequantise(c, format), hessian) for c in (codes, others)
     )
     wins = (first <= second)[..., None]
-    return Codes(
-        *(None if a is None else jnp.where(wins, a, b) for a, b in zip(codes, others, strict=True))
-    )
+    return jax.tree.map(lambda a, b: jnp.where(wins, a, b), codes, others)
 
 
 def _measured(

@@ -9,7 +9,6 @@ import pytest
 
 from convert.calibrate import (
     NOT_SENT,
-    advance,
     at,
     expert_inputs,
     hessian_of_inputs,
