@@ -50,9 +50,12 @@ RECIPE = Recipe(
 )
 
 
-def coded_model(recipe: Recipe = RECIPE, **changes: Any) -> CausalLM:
+def coded_model(
+    recipe: Recipe = RECIPE, config: QwenConfig | None = None, **changes: Any
+) -> CausalLM:
     """A random model; made by NumPy, so that nothing is compiled."""
-    config, random = QwenConfig.from_hf(CONFIG | changes), np.random.default_rng(5)
+    config = config or QwenConfig.from_hf(CONFIG | changes)
+    random = np.random.default_rng(5)
     scheme = scheme_of(parameter_shapes(config), recipe)
     model = abstract_model(config, scheme)
     state = nnx.state(model)
