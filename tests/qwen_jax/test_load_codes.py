@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import qwen_jax
-from qwen_jax.checkpoint.formats import read_scheme
+from qwen_jax.checkpoint.formats import quantisation, read_scheme
 from qwen_jax.checkpoint.parameters import abstract_parameters, load_parameters
 from qwen_jax.checkpoint.plan import plan_load
 from qwen_jax.checkpoint.safetensors_io import open_folder
@@ -216,6 +216,7 @@ def test_targets_must_be_in_codes_as_the_folder_is(folder):
 
 def test_a_scheme_is_read_without_the_weights(folder):
     assert read_scheme(folder, ()).bits == 3
+    assert quantisation(folder, open_folder(folder).tensors) is None  # of another program
     assert read_scheme(folder / "nowhere", ()) == Scheme()
 
 
