@@ -27,6 +27,7 @@ from convert.calibrate import advance, at
 from convert.calibration_text import read_calibration
 from convert.layer import quantise_layer
 from convert.methods import Solved, min_max, rounded_without_data
+from convert.tuning import divergence, fit_scales
 from qwen_jax import CausalLM
 from qwen_jax.cli.provenance import provenance
 from qwen_jax.errors import RequestError
@@ -34,8 +35,10 @@ from qwen_jax.quant import RECIPES, Recipe, Rule, WeightFormat
 
 UNIFORM = "uniform-3"
 KEPT = ("embed_tokens.weight", "lm_head.weight")
-METHODS = ("min-max", "round-to-nearest", "activation-aware", "gptq")
+FITTED = "gptq, scales fitted"
+METHODS = ("min-max", "round-to-nearest", "activation-aware", "gptq", FITTED)
 WINDOW = 512
+AT_ONCE = 4
 
 
 def recipe(name: str) -> Recipe:
@@ -47,11 +50,14 @@ def recipe(name: str) -> Recipe:
 
 
 def in_codes(
-    model: CausalLM, recipe: Recipe, method: Any, tokens: np.ndarray
+    model: CausalLM, recipe: Recipe, method: Any, tokens: np.ndarray, fitting: int
 ) -> tuple[CausalLM, float]:
     """The model with its matrices in codes, and the bits of each of their weights."""
+    method, steps = ("gptq", fitting) if method == FITTED else (method, 0)
     changed = jax.tree.map(lambda x: x, model)
     bits: list[tuple[float, int]] = []
+    everything: dict[str, Solved] = {}
+    formats: dict[str, Any] = {}
     hidden = np.asarray(model.embed_tokens.weight[...])[tokens]
     for number, layer in enumerate(changed.layers):
         rules: dict[str, Rule] = {}
@@ -76,9 +82,23 @@ def in_codes(
         else:
             solved = quantise_layer(layer, changed.config, hidden, rules)
             hidden = advance(layer, changed.config, hidden)
+            everything |= {f"layers.{number}.{path}": value for path, value in solved.items()}
+            formats |= {f"layers.{number}.{path}": rule.format for path, rule in rules.items()}
         bits += [_bits(value, rules[path].format) for path, value in solved.items()]
+    if steps:
+        fit_scales(changed, everything, formats, divergence, answers(model, tokens), steps=steps)
     total, weights = map(sum, zip(*bits, strict=True))
     return changed, total / weights
+
+
+def answers(model: CausalLM, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and the float model's log-probabilities, a few windows at a time."""
+    found = []
+    for start in range(0, len(tokens) // AT_ONCE * AT_ONCE, AT_ONCE):
+        part = tokens[start : start + AT_ONCE]
+        logits = model(part, capture="none").logits
+        found.append((part, np.asarray(jax.nn.log_softmax(logits, axis=-1))))
+    return found
 
 
 def evaluate(base: CausalLM, other: CausalLM, windows: np.ndarray) -> dict[str, float]:
@@ -137,6 +157,7 @@ def main() -> None:
     parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--eval-windows", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=200, help="of fitting scales")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     model, tokenizer = qwen_jax.load(args.model, dtype="float32")
@@ -155,7 +176,7 @@ def main() -> None:
         first = None
         for method in args.method:
             begin = time.perf_counter()
-            changed, bits = in_codes(model, recipe(name), method, tokens)
+            changed, bits = in_codes(model, recipe(name), method, tokens, args.steps)
             seconds = time.perf_counter() - begin
             figures = evaluate(model, changed, windows)
             first = first or figures["mean_kl"]
@@ -167,7 +188,12 @@ def main() -> None:
                 flush=True,
             )
     if args.output:
-        settings = {"windows": args.windows, "eval_windows": args.eval_windows, "window": WINDOW}
+        settings = {
+            "windows": args.windows,
+            "steps": args.steps,
+            "eval_windows": args.eval_windows,
+            "window": WINDOW,
+        }
         command = ["python", "benchmarks/quantization.py", Path(args.model).name]
         report = {
             "benchmark": "quantization",

@@ -175,10 +175,14 @@ def rows_between(rows: ExpertRows, gate_up_proj: Float[Array, "C F2 D"]) -> Expe
     return rows._replace(inputs=jax.nn.silu(gate) * up)
 
 
-def at(layer: Any, path: str | Sequence[str]) -> Any:
+def at(module: Any, path: str | Sequence[str]) -> Any:
     """What is at a tree path: a module or a parameter."""
     parts = path.split(".") if isinstance(path, str) else path
-    return functools.reduce(getattr, parts, layer)
+
+    def child(parent: Any, part: str) -> Any:
+        return parent[int(part)] if part.isdigit() else getattr(parent, part)
+
+    return functools.reduce(child, parts, module)
 
 
 def _recorded(

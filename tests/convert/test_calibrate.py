@@ -9,6 +9,7 @@ import pytest
 
 from convert.calibrate import (
     NOT_SENT,
+    advance,
     at,
     expert_inputs,
     hessian_of_inputs,
@@ -17,6 +18,8 @@ from convert.calibrate import (
     stages,
 )
 from convert.layer import quantise_layer
+from convert.methods import rounded_without_data
+from convert.tuning import fit_scales, layer_error
 from qwen_jax import CausalLM, QwenConfig, initialise
 from qwen_jax.errors import RequestError
 from qwen_jax.quant import Rule, WeightFormat
@@ -149,6 +152,25 @@ def test_each_matrix_sees_the_ones_before_it_in_codes(model):
     again = quantise_layer(apart, model.config, hidden, last)
     for path, value in again.items():
         np.testing.assert_array_equal(value.codes.values, whole[path].codes.values)
+
+
+def test_scales_fitted_to_the_layers_output_mend_wrong_ones(model):
+    layer, hidden = copy(model.layers[1]), hidden_states(4, 16)
+    target = advance(layer, model.config, hidden)
+    path, format = "self_attn.o_proj.weight", WeightFormat(4, 32)
+    solved = rounded_without_data(np.asarray(at(layer, path)[...]), Rule(path, format))
+    scale = np.asarray(jnp.asarray(solved.codes.scale * 1.25).astype(jnp.bfloat16), np.float32)
+    solved = {path: solved._replace(codes=solved.codes._replace(scale=scale))}
+    at(layer, path).set_value(solved[path].weight(format))
+    before = advance(layer, model.config, hidden)
+    batch, loss = [(hidden, target)], layer_error(model.config)
+    fitted = fit_scales(layer, solved, {path: format}, loss, batch, steps=30, rate=0.03)
+    after = advance(layer, model.config, hidden)
+    assert np.square(after - target).sum() < 0.3 * np.square(before - target).sum()
+    np.testing.assert_array_equal(fitted[path].codes.values, solved[path].codes.values)
+    np.testing.assert_array_equal(fitted[path].weight(format), at(layer, path)[...])
+    stored = jnp.asarray(fitted[path].codes.scale).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(fitted[path].codes.scale, stored.astype(jnp.float32))
 
 
 def test_a_rule_for_no_matrix_is_refused(model):
