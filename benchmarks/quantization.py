@@ -200,6 +200,7 @@ def main() -> None:
             **provenance(command),
             "model": Path(args.model).name,
             **settings,
+            "window": WINDOW,
             "figures": rows,
         }
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -36,8 +36,8 @@ from .calibrate import (
 )
 from .methods import Solution, Solved, finished, solve
 
-# Bytes of one of the arrays of a chunk of experts. About eight of them are alive at a time.
-CHUNK_BYTES = 1 << 29
+# Bytes of the largest array of a chunk of experts; about ten such arrays are alive at a time.
+CHUNK_BYTES = 1 << 30
 LEAST_ROWS = 2048
 
 

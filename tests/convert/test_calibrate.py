@@ -166,7 +166,7 @@ def test_scales_fitted_to_the_layers_output_mend_wrong_ones(model):
     batch, loss = [(hidden, target)], layer_error(model.config)
     fitted = fit_scales(layer, solved, {path: format}, loss, batch, steps=30, rate=0.03)
     after = advance(layer, model.config, hidden)
-    assert np.square(after - target).sum() < 0.3 * np.square(before - target).sum()
+    assert np.square(after - target).sum() < 0.5 * np.square(before - target).sum()
     np.testing.assert_array_equal(fitted[path].codes.values, solved[path].codes.values)
     np.testing.assert_array_equal(fitted[path].weight(format), at(layer, path)[...])
     stored = jnp.asarray(fitted[path].codes.scale).astype(jnp.bfloat16)
