@@ -39,6 +39,7 @@ FITTED = "gptq, scales fitted"
 METHODS = ("min-max", "round-to-nearest", "activation-aware", "gptq", FITTED)
 WINDOW = 512
 AT_ONCE = 4
+FIT_RATE = 1e-2
 
 
 def recipe(name: str) -> Recipe:
@@ -50,10 +51,9 @@ def recipe(name: str) -> Recipe:
 
 
 def in_codes(
-    model: CausalLM, recipe: Recipe, method: Any, tokens: np.ndarray, fitting: int
+    model: CausalLM, recipe: Recipe, method: Any, tokens: np.ndarray, fitting: np.ndarray | None
 ) -> tuple[CausalLM, float]:
     """The model with its matrices in codes, and the bits of each of their weights."""
-    method, steps = ("gptq", fitting) if method == FITTED else (method, 0)
     changed = jax.tree.map(lambda x: x, model)
     bits: list[tuple[float, int]] = []
     everything: dict[str, Solved] = {}
@@ -85,20 +85,12 @@ def in_codes(
             everything |= {f"layers.{number}.{path}": value for path, value in solved.items()}
             formats |= {f"layers.{number}.{path}": rule.format for path, rule in rules.items()}
         bits += [_bits(value, rules[path].format) for path, value in solved.items()]
-    if steps:
-        fit_scales(changed, everything, formats, divergence, answers(model, tokens), steps=steps)
+    if fitting is not None:
+        batches = [(model, fitting[i : i + AT_ONCE]) for i in range(0, len(fitting), AT_ONCE)]
+        steps = len(batches)
+        fit_scales(changed, everything, formats, divergence, batches, steps=steps, rate=FIT_RATE)
     total, weights = map(sum, zip(*bits, strict=True))
     return changed, total / weights
-
-
-def answers(model: CausalLM, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and the float model's log-probabilities, a few windows at a time."""
-    found = []
-    for start in range(0, len(tokens) // AT_ONCE * AT_ONCE, AT_ONCE):
-        part = tokens[start : start + AT_ONCE]
-        logits = model(part, capture="none").logits
-        found.append((part, np.asarray(jax.nn.log_softmax(logits, axis=-1))))
-    return found
 
 
 def evaluate(base: CausalLM, other: CausalLM, windows: np.ndarray) -> dict[str, float]:
@@ -157,16 +149,15 @@ def main() -> None:
     parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--eval-windows", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=200, help="of fitting scales")
+    parser.add_argument("--fit-windows", type=int, default=256)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     model, tokenizer = qwen_jax.load(args.model, dtype="float32")
-    tokens = read_calibration(
-        args.calibration,
-        tokenizer,
-        model.config.vocab_size,
-        window=WINDOW,
-        windows=args.windows,
+    tokens, fit_tokens = (
+        read_calibration(
+            args.calibration, tokenizer, model.config.vocab_size, window=WINDOW, windows=count
+        )
+        for count in (args.windows, args.fit_windows)
     )
     windows = held_out(args.eval, args.eval_windows)
     rows = []
@@ -176,7 +167,8 @@ def main() -> None:
         first = None
         for method in args.method:
             begin = time.perf_counter()
-            changed, bits = in_codes(model, recipe(name), method, tokens, args.steps)
+            chosen, fitted = ("gptq", fit_tokens) if method == FITTED else (method, None)
+            changed, bits = in_codes(model, recipe(name), chosen, tokens, fitted)
             seconds = time.perf_counter() - begin
             figures = evaluate(model, changed, windows)
             first = first or figures["mean_kl"]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from qwen_jax.config import QwenConfig
 from qwen_jax.model import CausalLM
@@ -28,6 +28,7 @@ from .methods.codes import as_stored
 
 # Adam's, on logarithms of scales.
 RATE, MOMENTUM, SPREAD = 3e-3, 0.9, 0.95
+COMPARED = 16
 
 Tree = Any
 
@@ -44,11 +45,12 @@ def layer_error(
     return loss
 
 
-def divergence(model: CausalLM, tokens: Array, log_probabilities: Float[Array, "B T V"]) -> Array:
-    """Mean KL(float || codes) in nats: a loss of a model, tokens and the float model's answer."""
-    other = jax.nn.log_softmax(model(tokens, capture="none").logits, axis=-1)
-    difference = log_probabilities - other
-    return jnp.mean(jnp.sum(jnp.exp(log_probabilities) * difference, axis=-1))
+def divergence(model: CausalLM, base: CausalLM, tokens: Int[Array, "B T"]) -> Array:
+    """Mean KL(base || model) in nats: a loss of a model, the float model and tokens."""
+    wanted, other = (
+        jax.nn.log_softmax(m(tokens, capture="none").logits, axis=-1) for m in (base, model)
+    )
+    return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - other), axis=-1))
 
 
 def fit_scales(
@@ -56,7 +58,7 @@ def fit_scales(
     solved: Mapping[str, Solved],
     formats: Mapping[str, WeightFormat],
     loss: Callable[..., Array],
-    batches: Sequence[tuple[np.ndarray, ...]],
+    batches: Sequence[tuple[Any, ...]],
     *,
     steps: int,
     rate: float = RATE,
@@ -68,13 +70,13 @@ def fit_scales(
         solved: codes by tree path within the module, without input scales.
         formats: of the same paths.
         loss: of the module and a batch.
-        batches: on the host. Steps take them in turn.
+        batches: arrays on the host, or models. Steps take them in turn.
         steps: of the descent.
         rate: of the first step, in logarithms of scales; it falls to zero.
 
     Returns:
-        The same codes with new scales; the old ones where the new ones are no better over all
-        batches. Errors in the reports stay those of the old ones.
+        The same codes with new scales; the old ones where the new ones are no better over the
+        first `COMPARED` batches. Errors in the reports stay those of the old ones.
     """
     codes = {path: Codes(*map(_to_device, solved[path].codes)) for path in formats}
     graph, state = nnx.split(module)
@@ -88,17 +90,19 @@ def fit_scales(
             setattr(at(changed, parent), name, nnx.Param(weight.astype(dtype)))
         return loss(changed, *batch)
 
+    on_device = functools.partial(jax.tree.map, jnp.asarray)
     measure = jax.jit(loss_of)
     descend = jax.jit(functools.partial(_descend, jax.value_and_grad(loss_of), steps, rate))
 
     def overall(logs: Tree) -> float:
-        return float(np.mean([measure(logs, state, codes, *map(jnp.asarray, b)) for b in batches]))
+        losses = [measure(logs, state, codes, *on_device(b)) for b in batches[:COMPARED]]
+        return float(np.mean(losses))
 
     before = {path: jnp.log(value.scale) for path, value in codes.items()}
     nothing = jax.tree.map(jnp.zeros_like, before)
     progress = (before, nothing, nothing)
     for number in range(steps):
-        batch = map(jnp.asarray, batches[number % len(batches)])
+        batch = on_device(batches[number % len(batches)])
         progress = descend(progress, jnp.float32(number), state, codes, *batch)
     after = {path: jnp.log(as_stored(jnp.exp(log))) for path, log in progress[0].items()}
     if not overall(after) < overall(before):
