@@ -78,7 +78,7 @@ def fit_scales(
         The same codes with new scales; the old ones where the new ones are no better over the
         first `COMPARED` batches. Errors in the reports stay those of the old ones.
     """
-    codes = {path: Codes(*map(_to_device, solved[path].codes)) for path in formats}
+    codes: dict[str, Codes] = jax.tree.map(jnp.asarray, {p: solved[p].codes for p in formats})
     graph, state = nnx.split(module)
 
     def loss_of(logs: Tree, state: Tree, codes: Tree, *batch: Array) -> Array:
@@ -131,7 +131,3 @@ def _descend(
         return log - now * (mean / first) / (jnp.sqrt(square / second) + 1e-12)
 
     return jax.tree.map(moved, logs, means, squares), means, squares
-
-
-def _to_device(array: np.ndarray | None) -> Array | None:
-    return None if array is None else jnp.asarray(array)
