@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", choices=tuple(RECIPES), default="q3")
     parser.add_argument("--method", help="in place of the methods of the recipe")
     parser.add_argument("--experts", type=int, help="fewer experts than the shape has")
+    parser.add_argument("--hidden-size", type=int, help="another one than the shape has")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--passes", type=int, default=2, help="the first one compiles")
@@ -92,6 +93,7 @@ def _config(arguments: argparse.Namespace) -> QwenConfig:
         layer_types=(f"{arguments.kind}_attention",),
         vocab_size=256,
         num_experts=arguments.experts or config.num_experts,
+        hidden_size=arguments.hidden_size or config.hidden_size,
         dtype="float32",
     )
 

@@ -173,6 +173,7 @@ def describe(before: Record, load: LoadPlan, folder: LogicalFolder, *, vision: b
         formats=dict(Counter(before.formats) + Counter(folder.format_counts)),
         skipped=dict(Counter(before.skipped) + Counter(skipped) + Counter(folder.skipped)),
         checksums={},
+        recipe="",  # what is in codes becomes plain, unless it is quantised now
     )
 
 
