@@ -254,3 +254,11 @@ def test_odd_matrices_by_a_recipe_of_ones_own(shell):
         weight = plain[f"{key}.weight"].astype(np.float64)
         made = dequantised(found, f"{key}.weight", 80, 32)
         assert np.linalg.norm(made - weight) < 0.2 * np.linalg.norm(weight)
+
+
+def test_plain_weights_made_of_codes_name_no_recipe(shell):
+    codes = quantised(shell, source(shell.place / "source"))
+    record = read_record(shell.convert(codes))
+    assert record is not None
+    assert record.recipe == ""
+    assert sum(record.formats.values()) == len(fields_of(codes)["quantization_config"]["tensors"])
