@@ -9,12 +9,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from qwen_jax.quant import WeightFormat
 
 from .codes import Codes, nearest, of_inputs
-from .hessian import factor
+from .hessian import Factor, factor
 from .rounding import round_to_nearest
 
 BLOCK = 64
@@ -27,6 +27,7 @@ def gptq(
     format: WeightFormat,
     *,
     act_order: bool = True,
+    factored: Factor | None = None,
 ) -> Codes:
     """Codes that lose little in the outputs on the calibration inputs.
 
@@ -38,32 +39,31 @@ def gptq(
         hessian: mean of x x^T over the inputs x that the matrix meets; may be singular or zero.
         format: of the codes.
         act_order: round the inputs with the largest mean square first.
+        factored: `factor` of the Hessian, in the order to round in, if it is known already.
     """
     weight = weight.astype(jnp.float32)
     importance = jnp.diagonal(hessian, axis1=-2, axis2=-1)
     start = round_to_nearest(weight, format, importance=importance)
+    if factored is None:
+        factored = factor(hessian, act_order=act_order)
     values = jnp.vectorize(
-        functools.partial(_compensated, bits=format.bits, act_order=act_order),
-        signature="(o,i),(i,i),(o,i),(o,i)->(o,i)",
-    )(weight, hessian, *of_inputs(start, format))
+        functools.partial(_compensated, bits=format.bits),
+        signature="(o,i),(i),(i,i),(o,i),(o,i)->(o,i)",
+    )(weight, factored.order, factored.root, *of_inputs(start, format))
     return start._replace(values=values.astype(jnp.uint8))
 
 
 def _compensated(
     weight: Float[Array, "O I"],
-    hessian: Float[Array, "I I"],
+    order: Int[Array, " I"],
+    root: Float[Array, "I I"],
     scale: Float[Array, "O I"],
     zero: Float[Array, "O I"],
     *,
     bits: int,
-    act_order: bool,
 ) -> Float[Array, "O I"]:
     """The codes, with given scales."""
     outputs, inputs = weight.shape
-    order = jnp.arange(inputs)
-    if act_order:
-        order = jnp.argsort(-jnp.diagonal(hessian))
-    root = factor(hessian[order][:, order]).root
     # Row i says what an error at input i asks of the inputs after it.
     upper = jax.scipy.linalg.solve_triangular(root, jnp.eye(inputs, dtype=jnp.float32), lower=False)
     upper = upper / jnp.diagonal(upper)[:, None]

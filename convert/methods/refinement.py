@@ -12,7 +12,7 @@ from pallas_kernels.dequant_matmul.layout import CENTRES, group_count
 from qwen_jax.quant import WeightFormat
 
 from .codes import Codes, as_stored, nearest
-from .hessian import factor
+from .hessian import Factor, factor
 
 
 @functools.partial(jax.jit, static_argnames=("format", "sweeps"))
@@ -23,8 +23,20 @@ def refined(
     format: WeightFormat,
     *,
     sweeps: int = 4,
+    factored: Factor | None = None,
 ) -> Codes:
-    """Coordinate descent on (W - Q) H (W - Q)^T, group by group: the scale, then each code."""
+    """Coordinate descent on (W - Q) H (W - Q)^T, group by group: the scale, then each code.
+
+    Args:
+        weight: finite.
+        hessian: mean of x x^T over the calibration inputs.
+        codes: where to start.
+        format: of the codes.
+        sweeps: over all groups.
+        factored: `factor` of the Hessian, if it is known already.
+    """
+    if factored is None:
+        factored = factor(hessian)
     size, inputs = format.group_size, weight.shape[-1]
     padding = group_count(inputs, size) * size - inputs
     wide = [(0, 0)] * (weight.ndim - 2)
@@ -34,7 +46,7 @@ def refined(
     values, scale = jnp.vectorize(
         functools.partial(_descend, format=format, sweeps=sweeps),
         signature="(o,p),(i,i),(o,p),(o,j),(o,j)->(o,p),(o,j)",
-    )(weight, hessian, values, codes.scale, zero)
+    )(weight, factored.damped, values, codes.scale, zero)
     return Codes(values[..., :inputs].astype(jnp.uint8), scale, codes.zero)
 
 
@@ -50,7 +62,7 @@ def _descend(
 ) -> tuple[Float[Array, "O I"], Float[Array, "O J"]]:
     size, groups = format.group_size, scale.shape[1]
     padding = weight.shape[1] - hessian.shape[0]
-    hessian = jnp.pad(factor(hessian).damped, ((0, padding), (0, padding)))
+    hessian = jnp.pad(hessian, ((0, padding), (0, padding)))
     spread = functools.partial(jnp.repeat, repeats=size, axis=1)
     exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     # What a change of each weight would gain, halved.

@@ -124,11 +124,13 @@ def solve(
         usable = jnp.zeros(stack, bool)
         hessian = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (*stack, size, size))
         return _measured(weight, hessian, usable, rounded, None, format)
-    usable = jnp.vectorize(_usable, signature="(i,i)->()")(hessian)
+    factored = factor(hessian)
+    usable = factored.found & (jnp.trace(hessian, axis1=-2, axis2=-1) > 0)
     hessian = jnp.where(usable[..., None, None], hessian, jnp.eye(size, dtype=jnp.float32))
     input_scale = None
     if method == "gptq":
-        codes = refined(weight, hessian, gptq(weight, hessian, format), format)
+        codes = gptq(weight, hessian, format, factored=factored)
+        codes = refined(weight, hessian, codes, format, factored=factored)
         codes = _better(weight, hessian, codes, rounded, format)
     elif method == "activation-aware":
         codes, input_scale = activation_aware(weight, hessian, format)
@@ -196,10 +198,6 @@ def rounded_without_data(weight: Float[np.ndarray, "*S O I"], rule: Rule) -> Sol
 def _wide(codes: Codes, input_scale: Any, format: WeightFormat) -> Array:
     wide = dequantise(codes, format)
     return wide if input_scale is None else wide * jnp.asarray(input_scale)[..., None, :]
-
-
-def _usable(hessian: Float[Array, "I I"]) -> Array:
-    return factor(hessian).found & (jnp.trace(hessian) > 0)
 
 
 def _output_error(difference: Array, hessian: Array) -> Array:
