@@ -56,7 +56,8 @@ def round_to_nearest(
     def error(scale: Array, zero: Array) -> Array:
         codes = nearest(grouped, scale[..., None], zero[..., None], bits)
         difference = grouped - scale[..., None] * (codes - zero[..., None])
-        return jnp.sum(heavy * jnp.square(difference), axis=-1)
+        loss = jnp.sum(heavy * jnp.square(difference), axis=-1)
+        return jnp.where(jnp.isnan(loss), jnp.inf, loss)
 
     def better(best: tuple[Array, Array, Array], scale: Array, zero: Array):
         loss = error(scale, zero)
@@ -66,9 +67,9 @@ def round_to_nearest(
         )
 
     candidate = functools.partial(_levels, low, high, format)
-    scale, zero = candidate(jnp.float32(1.0))
-    best = (error(scale, zero), scale, zero)
-    best = better(best, *_exact(low, high, format))
+    # The first is finite whatever the weights are, and only a smaller error replaces it.
+    scale, zero = _exact(low, high, format)
+    best = better((error(scale, zero), scale, zero), *candidate(jnp.float32(1.0)))
     if search:
         shares = jnp.asarray(SHARES)
         best = jax.lax.fori_loop(
