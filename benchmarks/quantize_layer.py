@@ -46,7 +46,10 @@ def main() -> int:
     config = _config(arguments)
     rules = _rules(config, arguments)
     hidden = _hidden(arguments.windows, arguments.window, config.hidden_size)
-    passes = [_measure(config, hidden, rules) for _ in range(arguments.passes)]
+    passes = []
+    for number in range(arguments.passes):
+        passes.append(_measure(config, hidden, rules))
+        print(f"pass {number + 1}: {passes[-1]['seconds']:.1f} s", flush=True)
     result = {
         "benchmark": "quantize_layer",
         **provenance(["python", *sys.argv]),

@@ -43,7 +43,7 @@ from pallas_kernels.dequant_matmul.specs import SPECS, Spec
 SECONDS = 110
 ROTATED_BYTES = 220e6
 MOST_TURNS = 64
-CALLS, MANY_CALLS = 16, 4
+CALLS, MANY_CALLS = 64, 8
 THREADS = 8
 CHECKED_OUTPUTS = 4096
 FEW = [
