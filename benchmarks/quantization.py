@@ -182,7 +182,7 @@ def main() -> None:
     if args.output:
         settings = {
             "windows": args.windows,
-            "steps": args.steps,
+            "fit_windows": args.fit_windows,
             "eval_windows": args.eval_windows,
             "window": WINDOW,
         }
