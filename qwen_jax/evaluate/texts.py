@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from ..errors import RequestError
 from ..text import Tokenizer
 
-_LINE_FIELDS = ("tokens", "text")
+_LINE_FIELDS = ("tokens", "text", "messages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +36,29 @@ def read_documents(
     """Read one file.
 
     `NAME.npy` holds token ids, [N] or one document a row [*, N]. `NAME.jsonl` holds a document a
-    line: a list of ids, {"tokens": ids} or {"text": text}. Any other file is one document of UTF-8
-    text. Special tokens that are written out in text count as such; none is added.
+    line: a list of ids, {"tokens": ids}, {"text": text} or {"messages": a chat}, which goes through
+    the tokenizer's chat template. Any other file is one document of UTF-8 text, packed if it is
+    called `NAME.xz`. Special tokens that are written out in text count as such; none is added.
 
     Args:
         path: the file.
-        tokenizer: the model's; needed for text alone.
+        tokenizer: the model's; needed for text and chats alone.
         vocab_size: ids are below it.
 
     Raises:
-        RequestError: no such file, one that is not of its kind, an id outside the vocabulary, or
-            text without a tokenizer.
+        RequestError: no such file, one that is not of its kind, an id outside the vocabulary, text
+            without a tokenizer, or a chat that the template refuses.
     """
     path = Path(path)
     try:
         data = path.read_bytes()
-    except OSError as error:
+        if path.suffix == ".xz":
+            data = lzma.decompress(data)
+    except (OSError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise RequestError(
-            f"{path} cannot be read ({error.strerror}); give a file of text, or of token ids as "
-            ".npy or .jsonl"
+            f"{path} cannot be read ({reason}); give a file of text, or of token ids as .npy or "
+            ".jsonl"
         ) from error
     if path.suffix == ".npy":
         named = _rows(path)
@@ -61,7 +66,7 @@ def read_documents(
         named = _lines(path, _decode(path, data), tokenizer)
     else:
         named = iter([(str(path), _encode(str(path), _decode(path, data), tokenizer))])
-    return tuple(Document(name, _checked(name, np.asarray(ids), vocab_size)) for name, ids in named)
+    return tuple(Document(name, _checked(name, ids, vocab_size)) for name, ids in named)
 
 
 def _decode(path: Path, data: bytes) -> str:
@@ -112,26 +117,43 @@ def _lines(
                 f"{name} is not JSON ({error}); accepted is a value a line"
             ) from None
         if isinstance(value, dict):
-            present = [field for field in _LINE_FIELDS if field in value]
-            if len(present) != 1:
-                raise RequestError(
-                    f'{name} has the fields {sorted(value)}; accepted is one of "tokens", a list '
-                    'of ids, and "text"'
-                )
-            value = value[present[0]]
-            if present == ["text"]:
-                if not isinstance(value, str):
-                    raise RequestError(f"{name}: text is {value!r:.80}; accepted is a string")
-                value = _encode(name, value, tokenizer)
+            value = _of_fields(name, value, tokenizer)
         if not isinstance(value, list):
             raise RequestError(
-                f'{name} holds {value!r:.80}; accepted are a list of ids, {{"tokens": ids}} and '
-                '{"text": text}'
+                f'{name} holds {value!r:.80}; accepted are a list of ids, {{"tokens": ids}}, '
+                '{"text": text} and {"messages": a chat}'
             )
         yield name, value
 
 
-def _checked(name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+def _of_fields(name: str, value: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
+    """What a line's object holds; ids unless it is malformed."""
+    present = [field for field in _LINE_FIELDS if field in value]
+    if len(present) != 1:
+        raise RequestError(
+            f'{name} has the fields {sorted(value)}; accepted is one of "tokens", a list of ids, '
+            '"text" and "messages"'
+        )
+    content = value[present[0]]
+    if present == ["tokens"]:
+        return content
+    if present == ["messages"] and tokenizer is not None:
+        try:
+            content = tokenizer.apply_chat_template(content, add_generation_prompt=False)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from error
+    elif present == ["text"] and not isinstance(content, str):
+        raise RequestError(f"{name}: text is {content!r:.80}; accepted is a string")
+    return _encode(name, content, tokenizer)
+
+
+def _checked(name: str, values: Sequence[Any] | np.ndarray, vocab_size: int) -> np.ndarray:
+    try:
+        ids = np.asarray(values)
+    except ValueError:
+        raise RequestError(
+            f"{name} holds lists of unequal length; accepted are token ids"
+        ) from None
     if ids.size == 0:
         raise RequestError(f"{name} holds no token; give a longer text, or leave it out")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

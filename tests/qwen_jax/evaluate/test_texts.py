@@ -59,6 +59,8 @@ def test_rows_and_lines_are_documents(tmp_path, tokenizer):
         ("a.jsonl", b"[1]\n3", "line 2 holds 3"),
         ("a.jsonl", b"[1.5]", "holds float64 values"),
         ("a.jsonl", b"[[1]]", "accepted are token ids"),
+        ("a.jsonl", b"[1, [2]]", "lists of unequal length"),
+        ("a.jsonl", b'{"tokens": "abc"}', "holds 'abc'"),
         ("a.jsonl", b'{"ids": [1]}', 'accepted is one of "tokens"'),
         ("a.jsonl", b'{"text": "a", "tokens": [1]}', 'accepted is one of "tokens"'),
         ("a.jsonl", b'{"text": 3}', "text is 3"),
