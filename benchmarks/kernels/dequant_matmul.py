@@ -55,14 +55,10 @@ FEW = [
 ]
 SOME = [
     *(SomeRows(16, 32, 1, 2, stages) for stages in (2, 3, 4, 6)),
-    *(SomeRows(16, 32, 1, 2, stages, rotated=True) for stages in (3, 5)),
     *(SomeRows(16, 32, 1, 2, stages, 2) for stages in (2, 3, 4)),
-    *(SomeRows(16, 32, 1, 2, stages, 2, rotated=True) for stages in (2, 3)),
-    *(SomeRows(16, 64, 1, 2, stages, rotated=True) for stages in (3, 5)),
     SomeRows(16, 64, 1, 2, 3),
     SomeRows(16, 16, 1, 1, 4),
     SomeRows(16, 64, 1, 4, 3),
-    SomeRows(16, 64, 1, 4, 3, rotated=True),
     SomeRows(16, 64, 1, 4, 3, 2),
     SomeRows(16, 64, 2, 2, 3, 2),
     SomeRows(16, 128, 2, 4, 3),

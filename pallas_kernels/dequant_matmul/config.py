@@ -54,7 +54,6 @@ class SomeRows:
     num_warps: int = 2
     num_stages: int = 3
     blocks: int = 1
-    rotated: bool = False
 
     @property
     def in_turns(self) -> bool:
@@ -145,7 +144,7 @@ def _some_rows(rows: int, group_units: int) -> SomeRows:
     rows = max(16, _power_of_two(rows))
     columns = rows * max(1, BLOCK_UNITS // group_units)
     if columns <= 32:
-        return SomeRows(rows, blocks=columns // 16)
+        return SomeRows(rows, blocks=32 // columns)
     return SomeRows(rows, 64, num_warps=4)
 
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, UInt
 
-from .._compat import current_target, dot, triton_call
+from .._compat import dot, triton_call
 from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
 from .operands import Shape, above_zero, iota, per_group, words, x_tile
@@ -44,18 +44,15 @@ def product(
     splits = pl.cdiv(steps, share)
     arrays = [x, codes, scale] + ([] if zero is None else [zero])
     dtype = shape.dtype if splits == 1 else jnp.float32
-    cores = current_target().cores
 
     def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
         zero_ref = None if zero is None else refs[0]
-        program, split = pl.program_id(0), pl.program_id(2)
-        first, first_row = program * tile[0], pl.program_id(1) * tile[1]
+        first, first_row, split = (pl.program_id(axis) for axis in range(3))
+        first, first_row = first * tile[0], first_row * tile[1]
         ones = jnp.ones((tile[0], BLOCK), jnp.bfloat16)
         count = jnp.minimum(share, steps - split * share)
 
         def add(index: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
-            if config.rotated:
-                index = (index + program % cores) % count
             for block in range(config.blocks):
                 start = (split * share + index) * config.units + block * BLOCK_UNITS
                 codes = _codes(shape, config, codes_ref, first, start)
