@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
 import os
@@ -127,3 +128,27 @@ def demo_path() -> Path:
     import qwen_jax
 
     return Path(qwen_jax.__path__[0]) / "demo"
+
+
+@contextlib.contextmanager
+def _unoptimised() -> Iterator[None]:
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def fast_compile() -> Iterator[None]:
+    """Compile without optimisations: half the time, the same numbers, slower programs."""
+    with _unoptimised():
+        yield
+
+
+@pytest.fixture(scope="module")
+def fast_compile_all() -> Iterator[None]:
+    """The same for whole files, their fixtures included."""
+    with _unoptimised():
+        yield

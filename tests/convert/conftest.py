@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from convert.vocabulary import Vocabulary, read_added_tokens
@@ -20,15 +19,6 @@ from qwen_jax.errors import CheckpointError
 @pytest.fixture(scope="session")
 def demo_config(demo_path: Path) -> QwenConfig:
     return QwenConfig.from_hf(demo_path)
-
-
-@pytest.fixture(scope="module")
-def fast_compile_all() -> Iterator[None]:
-    """Compile without optimisations: less time, the same numbers, slower programs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

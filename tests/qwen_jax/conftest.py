@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -83,29 +81,6 @@ def tiny() -> CausalLM:
         leaf.set_value(jnp.asarray(centre + scale * wide, jnp.float32))
     nnx.update(model, state)
     return model
-
-
-@contextlib.contextmanager
-def unoptimised() -> Iterator[None]:
-    """Compile without optimisations: half the time, the same numbers, slower programs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
-def fast_compile() -> Iterator[None]:
-    """For tests whose programs run a few times only."""
-    with unoptimised():
-        yield
-
-
-@pytest.fixture(scope="module")
-def fast_compile_all() -> Iterator[None]:
-    """The same for whole files, their fixtures included."""
-    with unoptimised():
-        yield
 
 
 @pytest.fixture
