@@ -83,10 +83,10 @@ def quantise_layer(
             for name in (f"{path}.weight" for path in linears):
                 new[name] = _matrix(at(layer, name)[...], hessian, rules[name], tokens)
         for path in paths:
-            if isinstance(module := at(layer, path), Experts):
+            chosen = {k: rules.get(f"{path}.{k}") for k in ("gate_up_proj", "down_proj")}
+            if isinstance(module := at(layer, path), Experts) and any(chosen.values()):
                 data = expert_inputs(layer, config, hidden, path, windows_at_once=windows_at_once)
                 rows = rows_of_each or _rows_of_each(config, tokens)
-                chosen = {k: rules.get(f"{path}.{k}") for k in ("gate_up_proj", "down_proj")}
                 found = _experts(module, data, chosen, min(rows, tokens))
                 new |= {f"{path}.{key}": value for key, value in found.items()}
         for name, value in new.items():

@@ -6,7 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dequant_matmul.layout import CENTRES, group_count
 from qwen_jax.quant import WeightFormat
@@ -15,14 +15,14 @@ from .codes import Codes, as_stored, nearest
 from .hessian import Factor, factor
 
 
-@functools.partial(jax.jit, static_argnames=("format", "sweeps"))
+@functools.partial(jax.jit, static_argnames="format")
 def refined(
     weight: Float[Array, "*S O I"],
     hessian: Float[Array, "*S I I"],
     codes: Codes,
     format: WeightFormat,
     *,
-    sweeps: int = 4,
+    sweeps: Int[Array, ""] | int = 4,
     factored: Factor | None = None,
 ) -> Codes:
     """Coordinate descent on (W - Q) H (W - Q)^T, group by group: the scale, then each code.
@@ -58,7 +58,7 @@ def _descend(
     zero: Float[Array, "O J"],
     *,
     format: WeightFormat,
-    sweeps: int,
+    sweeps: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "O I"], Float[Array, "O J"]]:
     size, groups = format.group_size, scale.shape[1]
     padding = weight.shape[1] - hessian.shape[0]

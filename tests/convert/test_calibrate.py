@@ -143,7 +143,7 @@ def test_four_tokens_put_every_tensor_in_codes(model):
 def test_each_matrix_sees_the_ones_before_it_in_codes(model):
     hidden = hidden_states(2, 16)
     together, apart = copy(model.layers[1]), copy(model.layers[1])
-    rules = rules_of(together, 3)
+    rules = {k: rule for k, rule in rules_of(together, 3).items() if k.startswith("self_attn.")}
     whole = quantise_layer(together, model.config, hidden, rules)
     first = {path: rule for path, rule in rules.items() if path[-13:-12] in "qkv"}
     assert len(first) == 3

@@ -10,6 +10,8 @@ from qwen_jax.quant import WeightFormat
 pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 FORMATS = [WeightFormat(b, g, s) for b, g, s in itertools.product((3, 4, 8), (32,), (True, False))]
+# Of all formats' tests, so that each format is compiled once.
+SHAPE = (3, 4, 70)
 
 
 def random_weight(shape, seed=0):
@@ -26,10 +28,10 @@ def levels(codes: Codes, format: WeightFormat) -> np.ndarray:
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_each_weight_gets_its_nearest_level(format):
-    weight = random_weight((5, 70))
+    weight = random_weight(SHAPE)
     codes = round_to_nearest(weight, format)
     group = np.arange(70) // format.group_size
-    distance = np.abs(levels(codes, format)[:, group] - weight[..., None])
+    distance = np.abs(levels(codes, format)[..., group, :] - weight[..., None])
     chosen = np.take_along_axis(distance, np.asarray(codes.values)[..., None].astype(int), -1)
     np.testing.assert_allclose(chosen[..., 0], distance.min(axis=-1), atol=1e-6)
     assert codes.values.dtype == np.uint8 and int(codes.values.max()) < 2**format.bits
@@ -37,7 +39,7 @@ def test_each_weight_gets_its_nearest_level(format):
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_scales_and_zero_points_are_bfloat16_and_positive(format):
-    codes = round_to_nearest(random_weight((3, 4, 96)), format)
+    codes = round_to_nearest(random_weight(SHAPE), format)
     for array in (codes.scale, codes.zero):
         if array is not None:
             assert (array.astype(jnp.bfloat16).astype(jnp.float32) == array).all()
@@ -47,7 +49,7 @@ def test_scales_and_zero_points_are_bfloat16_and_positive(format):
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 0.375, -1.5, 1e-30, -(2.0**100)])
 def test_groups_of_one_value_are_exact(format, value):
-    weight = np.full((2, 40), value, np.float32)
+    weight = np.full(SHAPE, value, np.float32)
     codes = round_to_nearest(weight, format)
     wide = np.asarray(dequantise(codes, format))
     nearest = np.asarray(jnp.asarray(value, jnp.bfloat16).astype(jnp.float32))
