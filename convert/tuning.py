@@ -1,15 +1,18 @@
-"""Scales fitted together, on what a layer or a whole model puts out.
+"""Codes and scales fitted together, on what a layer or a whole model puts out.
 
 Matrices are put in codes one by one, each on its own outputs. What becomes of their errors
-together, in convolutions, gates, norms and further layers, is not seen there. Here all scales
-follow the gradient of the final error, with the codes as they are. Nothing but scales changes.
+together, in convolutions, gates, norms and further layers, is not seen there. Here all codes and
+scales of a layer or a model follow the gradient of the final error. Everything else stays.
+
+Rounding has no gradient of use, so each code has a position, a real number that is rounded to it;
+positions move by the gradient with respect to the codes, as in Bengio et al. (arXiv 1308.3432).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +26,32 @@ from qwen_jax.model.decoder import DecoderLayer
 from qwen_jax.quant import WeightFormat
 
 from .calibrate import at, run
-from .methods import Codes, Solved, dequantise
-from .methods.codes import as_stored
+from .methods import Codes, Solved
+from .methods.codes import as_stored, of_inputs
 
-# Adam's, on logarithms of scales.
-RATE, MOMENTUM, SPREAD = 3e-3, 0.9, 0.95
-COMPARED = 16
+# Adam's. Of the first step: the rate of positions in codes, that of scales in logarithms.
+CODE_RATE, SCALE_RATE = 3e-3, 3e-3
+MOMENTUM, SPREAD = 0.9, 0.99
+# How far from its code a position starts at most, on the side of the weight. At 0.5 and more the
+# first steps would undo what made up for errors elsewhere.
+AWAY = 0.4
 
 Tree = Any
+
+
+class Start(NamedTuple):
+    """A tensor in codes before the fit, on the device."""
+
+    codes: Codes
+    input_scale: Array | None
+    format: WeightFormat
+
+
+class Place(NamedTuple):
+    """What moves of a tensor: the positions of its codes [*, O, I], logarithms of its scales."""
+
+    positions: Float[Array, "*S O I"]
+    logs: Float[Array, "*S O J"]
 
 
 def layer_error(
@@ -53,81 +74,144 @@ def divergence(model: CausalLM, base: CausalLM, tokens: Int[Array, "B T"]) -> Ar
     return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - other), axis=-1))
 
 
-def fit_scales(
+def fit_codes(
     module: nnx.Module,
+    weights: Mapping[str, Any],
     solved: Mapping[str, Solved],
     formats: Mapping[str, WeightFormat],
     loss: Callable[..., Array],
     batches: Sequence[tuple[Any, ...]],
+    held_out: Sequence[tuple[Any, ...]],
     *,
     steps: int,
-    rate: float = RATE,
+    code_rate: float = CODE_RATE,
+    scale_rate: float = SCALE_RATE,
 ) -> dict[str, Solved]:
-    """Better scales for the matrices of a layer or a model in codes.
+    """Better codes and scales for the matrices of a layer or a model.
+
+    On the device lie, beside the module, about 24 bytes a weight in codes.
 
     Args:
         module: with the numbers that the codes stand for; holds the new ones afterwards.
-        solved: codes by tree path within the module, without input scales.
+        weights: as they were before they became codes, by tree path within the module.
+        solved: codes by the same paths.
         formats: of the same paths.
         loss: of the module and a batch.
         batches: arrays on the host, or models. Steps take them in turn.
+        held_out: batches that no step sees.
         steps: of the descent.
-        rate: of the first step, in logarithms of scales; it falls to zero.
+        code_rate: of the first step, in codes; it falls to zero.
+        scale_rate: the same in logarithms of scales.
 
     Returns:
-        The same codes with new scales; the old ones where the new ones are no better over the
-        first `COMPARED` batches. Errors in the reports stay those of the old ones.
+        New codes and scales; the old ones where the new ones are no better over `held_out`. The
+        reports stay those of the old ones.
     """
-    codes: dict[str, Codes] = jax.tree.map(jnp.asarray, {p: solved[p].codes for p in formats})
+    starts = {path: _start(solved[path], format) for path, format in formats.items()}
     graph, state = nnx.split(module)
+    still = {path: start._replace(format=None) for path, start in starts.items()}
 
-    def loss_of(logs: Tree, state: Tree, codes: Tree, *batch: Array) -> Array:
+    def loss_of(places: dict[str, Place], still: Tree, state: Tree, *batch: Any) -> Array:
         changed = nnx.merge(graph, state)
-        for path, log in logs.items():
+        for path, place in places.items():
             parent, name = path.rsplit(".", 1)
-            weight = dequantise(codes[path]._replace(scale=jnp.exp(log)), formats[path])
-            dtype = at(changed, path)[...].dtype
-            setattr(at(changed, parent), name, nnx.Param(weight.astype(dtype)))
+            start = still[path]._replace(format=formats[path])
+            weight = _weight(place, start).astype(at(changed, path)[...].dtype)
+            setattr(at(changed, parent), name, nnx.Param(weight))
         return loss(changed, *batch)
 
     on_device = functools.partial(jax.tree.map, jnp.asarray)
     measure = jax.jit(loss_of)
-    descend = jax.jit(functools.partial(_descend, jax.value_and_grad(loss_of), steps, rate))
+    descend = jax.jit(
+        functools.partial(_descend, jax.grad(loss_of), steps, (code_rate, scale_rate)),
+        donate_argnames=("progress",),
+    )
 
-    def overall(logs: Tree) -> float:
-        losses = [measure(logs, state, codes, *on_device(b)) for b in batches[:COMPARED]]
-        return float(np.mean(losses))
+    def overall(places: dict[str, Place]) -> float:
+        return float(np.mean([measure(places, still, state, *on_device(b)) for b in held_out]))
 
-    before = {path: jnp.log(value.scale) for path, value in codes.items()}
-    nothing = jax.tree.map(jnp.zeros_like, before)
-    progress = (before, nothing, nothing)
+    places = {p: _place(jnp.asarray(weights[p]), start) for p, start in starts.items()}
+    before = overall(places)
+    progress = (places, *(jax.tree.map(jnp.zeros_like, places) for _ in range(2)))
     for number in range(steps):
         batch = on_device(batches[number % len(batches)])
-        progress = descend(progress, jnp.float32(number), state, codes, *batch)
-    after = {path: jnp.log(as_stored(jnp.exp(log))) for path, log in progress[0].items()}
-    if not overall(after) < overall(before):
+        progress = descend(progress, jnp.float32(number), still, state, *batch)
+    places = progress[0]
+    if not overall(places) < before:
         return dict(solved)
     result = dict(solved)
     for path, format in formats.items():
-        scale = np.asarray(as_stored(jnp.exp(after[path])))
-        result[path] = solved[path]._replace(codes=solved[path].codes._replace(scale=scale))
+        codes = jax.tree.map(np.asarray, _codes(places[path], starts[path]))
+        result[path] = solved[path]._replace(codes=codes)
         parameter = at(module, path)
         parameter.set_value(result[path].weight(format).astype(parameter[...].dtype))
     return result
 
 
+def _start(solved: Solved, format: WeightFormat) -> Start:
+    codes, input_scale = jax.tree.map(jnp.asarray, (solved.codes, solved.input_scale))
+    return Start(codes, input_scale, format)
+
+
+@functools.partial(jax.jit, static_argnames=("format",))
+def _positions(weight: Array, codes: Codes, input_scale: Array | None, format: WeightFormat):
+    weight = weight.astype(jnp.float32)
+    if input_scale is not None:
+        weight = weight / input_scale[..., None, :]
+    scale, zero = of_inputs(codes, format)
+    values = codes.values.astype(jnp.float32)
+    return jnp.clip(weight / scale + zero, values - AWAY, values + AWAY)
+
+
+def _place(weight: Array, start: Start) -> Place:
+    return Place(_positions(weight, *start), jnp.log(start.codes.scale))
+
+
+def _weight(place: Place, start: Start) -> Array:
+    """The numbers that the codes stand for, with the gradient of what is not rounded."""
+    scale = _passing(as_stored, jnp.exp(place.logs))
+    step, zero = of_inputs(start.codes._replace(scale=scale), start.format)
+    weight = step * (_passing(functools.partial(_values, start.format), place.positions) - zero)
+    return weight if start.input_scale is None else weight * start.input_scale[..., None, :]
+
+
+def _codes(place: Place, start: Start) -> Codes:
+    values = _values(start.format, place.positions).astype(jnp.uint8)
+    return start.codes._replace(values=values, scale=as_stored(jnp.exp(place.logs)))
+
+
+def _values(format: WeightFormat, positions: Array) -> Array:
+    return jnp.clip(jnp.round(positions), 0, 2**format.bits - 1)
+
+
+def _passing(function: Callable[[Array], Array], x: Array) -> Array:
+    """The function's value, and the gradient of the identity."""
+    still = jax.lax.stop_gradient(x)
+    return function(still) + (x - still)
+
+
 def _descend(
-    gradient: Any, steps: int, rate: float, progress: Tree, number: Array, *inputs: Any
+    gradient: Any,
+    steps: int,
+    rates: tuple[float, float],
+    progress: Tree,
+    number: Array,
+    *inputs: Any,
 ) -> tuple[Tree, Tree, Tree]:
     """One step of Adam."""
-    logs, means, squares = progress
-    _, slopes = gradient(logs, *inputs)
+    places, means, squares = progress
+    slopes = gradient(places, *inputs)
     means = jax.tree.map(lambda m, g: MOMENTUM * m + (1 - MOMENTUM) * g, means, slopes)
     squares = jax.tree.map(lambda s, g: SPREAD * s + (1 - SPREAD) * g * g, squares, slopes)
-    now = rate * (1 - number / steps)
+    now = 1 - number / steps
     first, second = (1 - decay ** (number + 1) for decay in (MOMENTUM, SPREAD))
 
-    def moved(log: Array, mean: Array, square: Array) -> Array:
-        return log - now * (mean / first) / (jnp.sqrt(square / second) + 1e-12)
+    def moved(rate: float, x: Array, mean: Array, square: Array) -> Array:
+        return x - now * rate * (mean / first) / (jnp.sqrt(square / second) + 1e-12)
 
-    return jax.tree.map(moved, logs, means, squares), means, squares
+    after = {}
+    for path, place in places.items():
+        m, s = means[path], squares[path]
+        positions = moved(rates[0], place.positions, m.positions, s.positions)
+        after[path] = Place(positions, moved(rates[1], place.logs, m.logs, s.logs))
+    return after, means, squares
