@@ -26,6 +26,7 @@ from qwen_jax.model.moe import Experts
 from qwen_jax.quant import Rule, WeightFormat
 
 from .calibrate import (
+    ExpertInputs,
     at,
     expert_inputs,
     hessian_of_inputs,
@@ -34,7 +35,7 @@ from .calibrate import (
     rows_of_experts,
     stages,
 )
-from .methods import Solution, Solved, finished, solve
+from .methods import Solution, Solved, finished, measured, solve
 
 # Bytes of the largest array of a chunk of experts; about ten such arrays are alive at a time.
 CHUNK_BYTES = 1 << 30
@@ -49,6 +50,7 @@ def quantise_layer(
     *,
     windows_at_once: int = 8,
     rows_of_each: int | None = None,
+    given: Mapping[str, Solved] | None = None,
 ) -> dict[str, Solved]:
     """Put the matrices of a layer in codes, in the order in which data flows through them.
 
@@ -64,6 +66,7 @@ def quantise_layer(
         windows_at_once: windows in one forward pass; bounds device memory.
         rows_of_each: rows that each expert is calibrated with; at most all tokens. If None, twice
             as many as the router sends to an expert on average, and at least 2048.
+        given: codes of all these tensors that are to be used, and reported on anew.
 
     Returns:
         Codes and reports by the same paths.
@@ -81,13 +84,15 @@ def quantise_layer(
                 layer, config, hidden, linears[0], windows_at_once=windows_at_once
             )
             for name in (f"{path}.weight" for path in linears):
-                new[name] = _matrix(at(layer, name)[...], hessian, rules[name], tokens)
+                codes = None if given is None else given[name]
+                new[name] = _matrix(at(layer, name)[...], hessian, rules[name], tokens, codes)
         for path in paths:
             chosen = {k: rules.get(f"{path}.{k}") for k in ("gate_up_proj", "down_proj")}
             if isinstance(module := at(layer, path), Experts) and any(chosen.values()):
                 data = expert_inputs(layer, config, hidden, path, windows_at_once=windows_at_once)
                 rows = rows_of_each or _rows_of_each(config, tokens)
-                found = _experts(module, data, chosen, min(rows, tokens))
+                codes = {k: None if given is None else given.get(f"{path}.{k}") for k in chosen}
+                found = _experts(module, data, chosen, min(rows, tokens), codes)
                 new |= {f"{path}.{key}": value for key, value in found.items()}
         for name, value in new.items():
             _replace(layer, name, value, rules[name])
@@ -112,21 +117,30 @@ def quantise_head(
     return _matrix(weight, hessian / float(len(rows)), rule, len(rows))
 
 
-def _matrix(weight: Array | np.ndarray, hessian: Array, rule: Rule, samples: int) -> Solved:
+def _matrix(
+    weight: Array | np.ndarray,
+    hessian: Array,
+    rule: Rule,
+    samples: int,
+    given: Solved | None = None,
+) -> Solved:
     """A matrix, as many rows at a time as device memory allows."""
-    format = _format(rule)
     at_once = max(1, CHUNK_BYTES // (4 * weight.shape[1]))
     if rule.method == "activation-aware":
         at_once = weight.shape[0]  # all rows share an input scale
     parts = [
-        solve(jnp.asarray(weight[start : start + at_once]), hessian, format, rule.method)
+        _part(weight[start : start + at_once], hessian, rule, given, slice(start, start + at_once))
         for start in range(0, weight.shape[0], at_once)
     ]
     return finished(parts, rule, samples=samples, rows=True)
 
 
 def _experts(
-    module: Experts, data, rules: Mapping[str, Rule | None], rows: int
+    module: Experts,
+    data: ExpertInputs,
+    rules: Mapping[str, Rule | None],
+    rows: int,
+    given: Mapping[str, Solved | None],
 ) -> dict[str, Solved]:
     """Both products of all experts, some experts at a time."""
     gate_up, down = module.gate_up_proj[...], module.down_proj[...]
@@ -141,17 +155,31 @@ def _experts(
         routed += np.asarray(chosen.sent).tolist()
         first = gate_up[some].astype(jnp.float32)
         if (rule := rules["gate_up_proj"]) is not None:
-            part = solve(first, hessian_of_rows(chosen), _format(rule), rule.method)
+            part = _part(first, hessian_of_rows(chosen), rule, given["gate_up_proj"], some)
             parts["gate_up_proj"].append(part)
             first = part.weight(_format(rule))
         if (rule := rules["down_proj"]) is not None:
             hessian = hessian_of_rows(rows_between(chosen, first))
-            parts["down_proj"].append(solve(down[some], hessian, _format(rule), rule.method))
+            parts["down_proj"].append(_part(down[some], hessian, rule, given["down_proj"], some))
     return {
         key: finished(parts[key], rule, samples=rows, routed=routed)
         for key, rule in rules.items()
         if rule is not None
     }
+
+
+def _part(
+    weight: Array | np.ndarray, hessian: Array, rule: Rule, given: Solved | None, some: slice
+) -> Solution:
+    """Rows of a matrix, or matrices of a stack: solved, or the codes that are given."""
+    weight = jnp.asarray(weight)
+    if given is None:
+        return solve(weight, hessian, _format(rule), rule.method)
+    codes = jax.tree.map(lambda x: jnp.asarray(x[some]), given.codes)
+    scale = given.input_scale
+    if scale is not None:
+        scale = jnp.asarray(scale if scale.ndim == 1 else scale[some])
+    return measured(weight, hessian, codes, scale, _format(rule))
 
 
 def _rows_of_each(config: QwenConfig, tokens: int) -> int:

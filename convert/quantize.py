@@ -249,9 +249,8 @@ class _Makers:
         self._rounding: Maker = Rounding(weights, plan.choice)
         self._layers: Maker | None = None
         if plan.calibration is not None:
-            tokens = plan.calibration.tokens
             self._layers = LayerByLayer(
-                plan.load, weights, plan.choice, tokens, states, written, tell
+                plan.load, weights, plan.choice, plan.calibration, states, written, tell
             )
 
     def maker(self, path: str) -> Maker:

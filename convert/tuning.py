@@ -23,14 +23,16 @@ from jaxtyping import Array, Float, Int
 from qwen_jax.config import QwenConfig
 from qwen_jax.model import CausalLM
 from qwen_jax.model.decoder import DecoderLayer
-from qwen_jax.quant import WeightFormat
+from qwen_jax.quant import Rule, WeightFormat
 
-from .calibrate import at, run
+from .calibrate import advance, at, run
+from .layer import quantise_layer
 from .methods import Codes, Solved
 from .methods.codes import as_stored, of_inputs
 
 # Adam's. Of the first step: the rate of positions in codes, that of scales in logarithms.
 CODE_RATE, SCALE_RATE = 3e-3, 3e-3
+WINDOWS_OF_STEP = 2
 MOMENTUM, SPREAD = 0.9, 0.99
 # How far from its code a position starts at most, on the side of the weight. At 0.5 and more the
 # first steps would undo what made up for errors elsewhere.
@@ -64,6 +66,48 @@ def layer_error(
         return jnp.sum(jnp.square(difference)) / jnp.sum(jnp.square(y - x))
 
     return loss
+
+
+def fit_layer(
+    layer: DecoderLayer,
+    config: QwenConfig,
+    hidden: Float[np.ndarray, "N T D"],
+    rules: Mapping[str, Rule],
+    *,
+    steps: int,
+) -> dict[str, Solved]:
+    """Put a layer in codes as `quantise_layer` does, then fit them to the layer's output.
+
+    Args:
+        layer: as `quantise_layer` takes it; it stands for the layer in codes afterwards.
+        config: of the model.
+        hidden: the residual stream in front of the layer; at least two windows. The last eighth
+            of the windows is held out.
+        rules: as `quantise_layer` takes them.
+        steps: of the fit, each on `WINDOWS_OF_STEP` windows.
+
+    Returns:
+        Codes by tree path, with reports on them as they are in the end.
+    """
+    weights = {path: at(layer, path)[...] for path in rules}
+    target = advance(layer, config, hidden)
+    solved = quantise_layer(layer, config, hidden, rules)
+    if not solved:
+        return solved
+    formats = {path: rule.format for path, rule in rules.items() if rule.format is not None}
+    seen = len(hidden) - max(1, len(hidden) // 8)
+    batches, held_out = (
+        [
+            (hidden[i : min(i + WINDOWS_OF_STEP, stop)], target[i : min(i + WINDOWS_OF_STEP, stop)])
+            for i in range(start, stop, WINDOWS_OF_STEP)
+        ]
+        for start, stop in ((0, seen), (seen, len(hidden)))
+    )
+    loss = layer_error(config)
+    solved = fit_codes(layer, weights, solved, formats, loss, batches, held_out, steps=steps)
+    for path, weight in weights.items():
+        at(layer, path).set_value(weight)
+    return quantise_layer(layer, config, hidden, rules, given=solved)
 
 
 def divergence(model: CausalLM, base: CausalLM, tokens: Int[Array, "B T"]) -> Array:

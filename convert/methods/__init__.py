@@ -8,7 +8,15 @@ from .codes import Codes, bad_weights, dequantise
 from .gptq import gptq
 from .refinement import refined
 from .rounding import min_max, round_to_nearest
-from .solve import Solution, Solved, TensorReport, finished, rounded_without_data, solve
+from .solve import (
+    Solution,
+    Solved,
+    TensorReport,
+    finished,
+    measured,
+    rounded_without_data,
+    solve,
+)
 
 __all__ = [
     "Codes",
@@ -20,6 +28,7 @@ __all__ = [
     "dequantise",
     "finished",
     "gptq",
+    "measured",
     "min_max",
     "refined",
     "round_to_nearest",

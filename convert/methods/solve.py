@@ -139,6 +139,21 @@ def solve(
     return _measured(weight, hessian, usable, codes, input_scale, format)
 
 
+@functools.partial(jax.jit, static_argnames=("format",))
+def measured(
+    weight: Float[Array, "*S O I"],
+    hessian: Float[Array, "*S I I"],
+    codes: Codes,
+    input_scale: Float[Array, "*S I"] | None,
+    format: WeightFormat,
+) -> Solution:
+    """Codes as they are, with what `solve` would report of them."""
+    usable = factor(hessian).found & (jnp.trace(hessian, axis1=-2, axis2=-1) > 0)
+    size = weight.shape[-1]
+    hessian = jnp.where(usable[..., None, None], hessian, jnp.eye(size, dtype=jnp.float32))
+    return _measured(weight.astype(jnp.float32), hessian, usable, codes, input_scale, format)
+
+
 def finished(
     parts: Sequence[Solution],
     rule: Rule,

@@ -21,6 +21,8 @@ from qwen_jax.model.layers import RMSNorm
 from ..calibrate import advance, at
 from ..layer import quantise_head, quantise_layer
 from ..methods import Solved, rounded_without_data
+from ..tuning import fit_layer
+from .calibration import Calibration
 from .choice import Choice
 from .hidden_states import StateFolder
 from .packed import Packed, packed
@@ -42,7 +44,7 @@ class LayerByLayer:
         load: the source.
         weights: of the source.
         choice: what becomes of which tensor.
-        tokens: calibration tokens, int32 [N, T].
+        calibration: the text.
         states: where hidden states are kept.
         written: codes that are finished.
         tell: told what is done.
@@ -53,14 +55,15 @@ class LayerByLayer:
         load: LoadPlan,
         weights: Weights,
         choice: Choice,
-        tokens: np.ndarray,
+        calibration: Calibration,
         states: StateFolder,
         written: WrittenCodes,
         tell: Callable[[str], None],
     ) -> None:
         # What codes stand for is exact in float32.
         self._config = dataclasses.replace(load.config, dtype="float32")
-        self._weights, self._choice, self._tokens = weights, choice, tokens
+        self._weights, self._choice, self._tokens = weights, choice, calibration.tokens
+        self._fit_steps = calibration.fit_steps
         self._states, self._written, self._tell = states, written, tell
         self._hidden: tuple[int, np.ndarray] | None = None
         self._solved: tuple[int, dict[str, Packed], float] | None = None
@@ -108,6 +111,8 @@ class LayerByLayer:
         place = f"layers.{number}."
         rules = {path.removeprefix(place): self._choice.rules[path] for path in self._coded(place)}
         layer = self._weights.layer(number, self._config)
+        if self._fit_steps:
+            return layer, fit_layer(layer, self._config, hidden, rules, steps=self._fit_steps)
         return layer, quantise_layer(layer, self._config, hidden, rules)
 
     def _coded(self, place: str) -> list[str]:

@@ -29,10 +29,12 @@ class Calibration:
     Attributes:
         tokens: int32 [N, T].
         files: where they come from, in order; of a chat template of its own, that too.
+        fit_steps: of the fit of each layer's codes to its output; 0 for none.
     """
 
     tokens: np.ndarray
     files: tuple[Path, ...]
+    fit_steps: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """For the report, and to tell this calibration from another."""
@@ -44,6 +46,7 @@ class Calibration:
             ],
             "windows": windows,
             "window": window,
+            "fit_steps": self.fit_steps,
             "tokens_sha256": hashlib.sha256(self.tokens.astype("<i4").tobytes()).hexdigest(),
         }
 
@@ -56,6 +59,7 @@ def prepare_calibration(
     windows: int = WINDOWS,
     window: int = WINDOW,
     chat_template: Path | None = None,
+    fit_steps: int = 0,
 ) -> Calibration:
     """Reads calibration text with the tokenizer of a model folder.
 
@@ -66,11 +70,12 @@ def prepare_calibration(
         windows: most windows.
         window: tokens of one.
         chat_template: a Jinja file in place of the model's own template.
+        fit_steps: see `Calibration`.
 
     Raises:
         RequestError: what `read_calibration` refuses, a number below 1, a window beyond the
-            model's context, a template that cannot be read, or a tokenizer that is not this
-            model's.
+            model's context, a fit with fewer than two windows, a template that cannot be read, or
+            a tokenizer that is not this model's.
         CheckpointError: the tokenizer's files are damaged.
     """
     limit = config.max_position_embeddings
@@ -88,7 +93,13 @@ def prepare_calibration(
         )
     tokens = read_calibration(files, tokenizer, config.vocab_size, window=window, windows=windows)
     beside = () if chat_template is None else (chat_template,)
-    return Calibration(tokens, (*files, *beside))
+    if fit_steps < 0 or (fit_steps and len(tokens) < 2):
+        raise RequestError(
+            f"a fit of {fit_steps} steps with {len(tokens)} windows of calibration text; accepted "
+            "are 0 steps or more, and two windows at least, of which one is held out: give more "
+            "text, or leave --fit-steps out"
+        )
+    return Calibration(tokens, (*files, *beside), fit_steps)
 
 
 def _tokenizer(folder: Path, chat_template: Path | None) -> Tokenizer | None:

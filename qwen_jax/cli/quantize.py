@@ -34,6 +34,7 @@ def quantize(
     calibration_windows: MaybeWhole = None,
     window: MaybeWhole = None,
     chat_template: Text = None,
+    fit_steps: MaybeWhole = None,
     dry_run: Switch = False,
     resume: Switch = False,
     revision: Text = None,
@@ -57,6 +58,7 @@ def quantize(
         calibration_windows: most windows of calibration text (128 by default).
         window: tokens of a window (512 by default).
         chat_template: a Jinja file for chats in the calibration text; the model's own by default.
+        fit_steps: steps in which each layer's codes are fitted to its output (none by default).
         dry_run: say what would be done, and do nothing.
         resume: go on with a run that was interrupted, at the first layer that is not finished.
         revision: branch, tag or commit on the hub.
@@ -80,7 +82,9 @@ def quantize(
         raise RequestError(
             f"{source} names a shape, which has no weights; give a model folder, or --dry-run"
         )
-    settings = _calibration_settings(calibration, calibration_windows, window, chat_template)
+    settings = _calibration_settings(
+        calibration, calibration_windows, window, chat_template, fit_steps
+    )
     job = Job.prepare(source, destination, max_shard_size, resume=resume, verify=False)
     from convert.quantization.recipe_file import read_recipe
 
@@ -115,16 +119,29 @@ def quantize(
 
 
 def _calibration_settings(
-    files: tuple[str, ...], windows: int | None, window: int | None, chat_template: str | None
+    files: tuple[str, ...],
+    windows: int | None,
+    window: int | None,
+    chat_template: str | None,
+    fit_steps: int | None,
 ) -> dict[str, Any] | None:
     """Arguments of `prepare_calibration`; None without calibration text."""
     template = None if chat_template is None else Path(chat_template)
-    settings = {"windows": windows, "window": window, "chat_template": template}
+    settings = {
+        "windows": windows,
+        "window": window,
+        "chat_template": template,
+        "fit_steps": fit_steps,
+    }
     given = {name: value for name, value in settings.items() if value is not None}
     if files:
         return given
     if given:
-        flags = {"windows": "--calibration-windows", "window": "--window"}
+        flags = {
+            "windows": "--calibration-windows",
+            "window": "--window",
+            "fit_steps": "--fit-steps",
+        }
         names = ", ".join(flags.get(name, "--chat-template") for name in given)
         raise RequestError(f"{names}: without --calibration this has no effect; add a text")
     return None

@@ -19,7 +19,7 @@ from convert.calibrate import (
 )
 from convert.layer import quantise_layer
 from convert.methods import rounded_without_data
-from convert.tuning import fit_scales, layer_error
+from convert.tuning import fit_codes, layer_error
 from qwen_jax import CausalLM, QwenConfig, initialise
 from qwen_jax.errors import RequestError
 from qwen_jax.quant import Rule, WeightFormat
@@ -154,23 +154,45 @@ def test_each_matrix_sees_the_ones_before_it_in_codes(model):
         np.testing.assert_array_equal(value.codes.values, whole[path].codes.values)
 
 
-def test_scales_fitted_to_the_layers_output_mend_wrong_ones(model):
-    layer, hidden = copy(model.layers[1]), hidden_states(4, 16)
+@pytest.mark.parametrize("rate", [0.003, 30.0])
+def test_fitted_codes_are_never_worse_than_their_start(model, rate):
+    layer, hidden = copy(model.layers[1]), hidden_states(6, 16)
     target = advance(layer, model.config, hidden)
-    path, format = "self_attn.o_proj.weight", WeightFormat(4, 32)
-    solved = rounded_without_data(np.asarray(at(layer, path)[...]), Rule(path, format))
-    scale = np.asarray(jnp.asarray(solved.codes.scale * 1.25).astype(jnp.bfloat16), np.float32)
-    solved = {path: solved._replace(codes=solved.codes._replace(scale=scale))}
-    at(layer, path).set_value(solved[path].weight(format))
-    before = advance(layer, model.config, hidden)
-    batch, loss = [(hidden, target)], layer_error(model.config)
-    fitted = fit_scales(layer, solved, {path: format}, loss, batch, steps=30, rate=0.03)
+    rules = rules_of(layer, 3)
+    formats = {path: rule.format for path, rule in rules.items()}
+    weights = {path: at(layer, path)[...] for path in rules}
+    solved = {p: rounded_without_data(np.asarray(w), rules[p]) for p, w in weights.items()}
+    for path, value in solved.items():
+        at(layer, path).set_value(value.weight(formats[path]))
+    start = advance(layer, model.config, hidden)
+    batches = [(hidden[i : i + 2], target[i : i + 2]) for i in (0, 2, 4)]
+    fitted = fit_codes(
+        layer,
+        weights,
+        solved,
+        formats,
+        layer_error(model.config),
+        batches[:2],
+        batches[2:],
+        steps=40,
+        code_rate=rate,
+        scale_rate=rate,
+    )
     after = advance(layer, model.config, hidden)
-    assert np.square(after - target).sum() < 0.5 * np.square(before - target).sum()
-    np.testing.assert_array_equal(fitted[path].codes.values, solved[path].codes.values)
-    np.testing.assert_array_equal(fitted[path].weight(format), at(layer, path)[...])
-    stored = jnp.asarray(fitted[path].codes.scale).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(fitted[path].codes.scale, stored.astype(jnp.float32))
+    before_error, after_error = (np.square(y[4:] - target[4:]).sum() for y in (start, after))
+    if rate < 1:
+        assert after_error < 0.95 * before_error
+        moved = [np.any(fitted[p].codes.values != solved[p].codes.values) for p in formats]
+        assert any(moved)
+    else:
+        assert after_error == before_error  # far too large steps: the start is kept
+    for path, value in fitted.items():
+        codes = value.codes
+        assert codes.values.dtype == np.uint8 and codes.values.max() < 8
+        stored = jnp.asarray(codes.scale).astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_array_equal(codes.scale, stored)
+        assert np.isfinite(codes.scale).all() and (codes.scale > 0).all()
+        np.testing.assert_array_equal(value.weight(formats[path]), at(layer, path)[...])
 
 
 def test_a_rule_for_no_matrix_is_refused(model):
