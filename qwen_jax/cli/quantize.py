@@ -137,12 +137,8 @@ def _calibration_settings(
     if files:
         return given
     if given:
-        flags = {
-            "windows": "--calibration-windows",
-            "window": "--window",
-            "fit_steps": "--fit-steps",
-        }
-        names = ", ".join(flags.get(name, "--chat-template") for name in given)
+        flags = {"windows": "--calibration-windows"}
+        names = ", ".join(flags.get(name, f"--{name.replace('_', '-')}") for name in given)
         raise RequestError(f"{names}: without --calibration this has no effect; add a text")
     return None
 
