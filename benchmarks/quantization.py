@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,13 +115,12 @@ def fitted(model: CausalLM, start: Coded, tokens: np.ndarray, steps: int) -> Cod
     return start._replace(model=changed, solved=solved)
 
 
-def evaluate(base: CausalLM, other: CausalLM, windows: np.ndarray) -> dict[str, float]:
+def evaluate(wanted: Sequence[jax.Array], other: CausalLM, windows: np.ndarray) -> dict[str, float]:
     """Divergence, agreement and perplexity, with that of the float model."""
     parts = []
-    for start in range(0, len(windows), AT_ONCE):
-        parts.append(
-            np.asarray(_compare(base, other, jnp.asarray(windows[start : start + AT_ONCE])))
-        )
+    for number, log_probs in enumerate(wanted):
+        some = jnp.asarray(windows[number * AT_ONCE : (number + 1) * AT_ONCE])
+        parts.append(np.asarray(_compare(log_probs, other, some)))
     kl, same, loss, base_loss = np.concatenate(parts, axis=1).mean(axis=1)
     return {
         "mean_kl": float(kl),
@@ -131,9 +131,14 @@ def evaluate(base: CausalLM, other: CausalLM, windows: np.ndarray) -> dict[str, 
 
 
 @jax.jit
-def _compare(base: CausalLM, other: CausalLM, tokens: jax.Array) -> jax.Array:
+def _log_probs(model: CausalLM, tokens: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(model(tokens, capture="none").logits, -1)
+
+
+@jax.jit
+def _compare(p: jax.Array, other: CausalLM, tokens: jax.Array) -> jax.Array:
     """Of each window: [4, B]."""
-    p, q = (jax.nn.log_softmax(m(tokens, capture="none").logits, -1) for m in (base, other))
+    q = _log_probs(other, tokens)
     nexts = tokens[:, 1:, None]
     losses = [-jnp.take_along_axis(x[:, :-1], nexts, -1)[..., 0].mean(-1) for x in (q, p)]
     kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean(-1)
@@ -189,6 +194,10 @@ def main() -> None:
         for count in (args.windows, args.fit_windows)
     )
     windows = held_out(args.eval, args.eval_windows, args.skip)
+    wanted = [
+        _log_probs(model, jnp.asarray(windows[i : i + AT_ONCE]))
+        for i in range(0, len(windows), AT_ONCE)
+    ]
     rows = []
     print("| recipe | method | bits | mean KL | of min-max | top-1 | perplexity | seconds |")
     print("|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
@@ -201,7 +210,7 @@ def main() -> None:
             else:
                 coded[method] = in_codes(model, recipe(name), method, tokens)
             seconds = time.perf_counter() - begin
-            figures = evaluate(model, coded[method].model, windows)
+            figures = evaluate(wanted, coded[method].model, windows)
             rows.append({"recipe": name, "method": method, "bits": coded[method].bits, **figures})
             rows[-1]["seconds"] = seconds
             first = next(row for row in rows if row["recipe"] == name)["mean_kl"]
@@ -212,17 +221,21 @@ def main() -> None:
                 f"{figures['perplexity']:.2f} | {seconds:.0f} |",
                 flush=True,
             )
-    if args.output:
-        names = ("windows", "fit_windows", "fit_steps", "eval_windows", "skip")
-        report = {
-            "benchmark": "quantization",
-            **provenance(["python", "benchmarks/quantization.py", Path(args.model).name]),
-            "model": Path(args.model).name,
-            "window": WINDOW,
-            **{name: getattr(args, name) for name in names},
-            "figures": rows,
-        }
-        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            if args.output:
+                _write(args, rows)
+
+
+def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    names = ("windows", "fit_windows", "fit_steps", "eval_windows", "skip")
+    report = {
+        "benchmark": "quantization",
+        **provenance(["python", "benchmarks/quantization.py", Path(args.model).name]),
+        "model": Path(args.model).name,
+        "window": WINDOW,
+        **{name: getattr(args, name) for name in names},
+        "figures": rows,
+    }
+    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
