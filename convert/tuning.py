@@ -31,12 +31,12 @@ from .methods import Codes, Solved
 from .methods.codes import as_stored, of_inputs
 
 # Adam's. Of the first step: the rate of positions in codes, that of scales in logarithms.
-CODE_RATE, SCALE_RATE = 3e-3, 3e-3
+CODE_RATE, SCALE_RATE = 5e-3, 3e-3
 WINDOWS_OF_STEP = 2
 MOMENTUM, SPREAD = 0.9, 0.99
 # How far from its code a position starts at most, on the side of the weight. At 0.5 and more the
 # first steps would undo what made up for errors elsewhere.
-AWAY = 0.4
+AWAY = 0.45
 
 Tree = Any
 
@@ -46,7 +46,6 @@ class Start(NamedTuple):
 
     codes: Codes
     input_scale: Array | None
-    format: WeightFormat
 
 
 class Place(NamedTuple):
@@ -56,6 +55,7 @@ class Place(NamedTuple):
     logs: Float[Array, "*S O J"]
 
 
+@functools.cache
 def layer_error(
     config: QwenConfig,
 ) -> Callable[[DecoderLayer, Float[Array, "B T D"], Float[Array, "B T D"]], Array]:
@@ -151,76 +151,64 @@ def fit_codes(
         New codes and scales; the old ones where the new ones are no better over `held_out`. The
         reports stay those of the old ones.
     """
-    starts = {path: _start(solved[path], format) for path, format in formats.items()}
+    starts = {path: _start(solved[path]) for path in formats}
     graph, state = nnx.split(module)
-    still = {path: start._replace(format=None) for path, start in starts.items()}
-
-    def loss_of(places: dict[str, Place], still: Tree, state: Tree, *batch: Any) -> Array:
-        changed = nnx.merge(graph, state)
-        for path, place in places.items():
-            parent, name = path.rsplit(".", 1)
-            start = still[path]._replace(format=formats[path])
-            weight = _weight(place, start).astype(at(changed, path)[...].dtype)
-            setattr(at(changed, parent), name, nnx.Param(weight))
-        return loss(changed, *batch)
-
+    fixed = {"graph": graph, "formats": tuple(formats.items()), "loss": loss}
     on_device = functools.partial(jax.tree.map, jnp.asarray)
-    measure = jax.jit(loss_of)
-    descend = jax.jit(
-        functools.partial(_descend, jax.grad(loss_of), steps, (code_rate, scale_rate)),
-        donate_argnames=("progress",),
-    )
 
     def overall(places: dict[str, Place]) -> float:
-        return float(np.mean([measure(places, still, state, *on_device(b)) for b in held_out]))
+        found = [_measure(places, starts, state, *on_device(b), **fixed) for b in held_out]
+        return float(np.mean(found))
 
-    places = {p: _place(jnp.asarray(weights[p]), start) for p, start in starts.items()}
+    places = {
+        p: _place(jnp.asarray(weights[p]), starts[p], format) for p, format in formats.items()
+    }
     before = overall(places)
     progress = (places, *(jax.tree.map(jnp.zeros_like, places) for _ in range(2)))
     for number in range(steps):
+        share = 1 - number / steps
+        rates = jnp.asarray([share * code_rate, share * scale_rate], jnp.float32)
         batch = on_device(batches[number % len(batches)])
-        progress = descend(progress, jnp.float32(number), still, state, *batch)
+        progress = _descend(
+            progress, jnp.float32(number + 1), rates, starts, state, *batch, **fixed
+        )
     places = progress[0]
     if not overall(places) < before:
         return dict(solved)
     result = dict(solved)
     for path, format in formats.items():
-        codes = jax.tree.map(np.asarray, _codes(places[path], starts[path]))
+        codes = jax.tree.map(np.asarray, _codes(places[path], starts[path], format))
         result[path] = solved[path]._replace(codes=codes)
         parameter = at(module, path)
         parameter.set_value(result[path].weight(format).astype(parameter[...].dtype))
     return result
 
 
-def _start(solved: Solved, format: WeightFormat) -> Start:
-    codes, input_scale = jax.tree.map(jnp.asarray, (solved.codes, solved.input_scale))
-    return Start(codes, input_scale, format)
+def _start(solved: Solved) -> Start:
+    return Start(*jax.tree.map(jnp.asarray, (solved.codes, solved.input_scale)))
 
 
 @functools.partial(jax.jit, static_argnames=("format",))
-def _positions(weight: Array, codes: Codes, input_scale: Array | None, format: WeightFormat):
-    weight = weight.astype(jnp.float32)
-    if input_scale is not None:
-        weight = weight / input_scale[..., None, :]
+def _place(weight: Array, start: Start, format: WeightFormat) -> Place:
+    codes, weight = start.codes, weight.astype(jnp.float32)
+    if start.input_scale is not None:
+        weight = weight / start.input_scale[..., None, :]
     scale, zero = of_inputs(codes, format)
     values = codes.values.astype(jnp.float32)
-    return jnp.clip(weight / scale + zero, values - AWAY, values + AWAY)
+    positions = jnp.clip(weight / scale + zero, values - AWAY, values + AWAY)
+    return Place(positions, jnp.log(codes.scale))
 
 
-def _place(weight: Array, start: Start) -> Place:
-    return Place(_positions(weight, *start), jnp.log(start.codes.scale))
-
-
-def _weight(place: Place, start: Start) -> Array:
+def _weight(place: Place, start: Start, format: WeightFormat) -> Array:
     """The numbers that the codes stand for, with the gradient of what is not rounded."""
     scale = _passing(as_stored, jnp.exp(place.logs))
-    step, zero = of_inputs(start.codes._replace(scale=scale), start.format)
-    weight = step * (_passing(functools.partial(_values, start.format), place.positions) - zero)
+    step, zero = of_inputs(start.codes._replace(scale=scale), format)
+    weight = step * (_passing(functools.partial(_values, format), place.positions) - zero)
     return weight if start.input_scale is None else weight * start.input_scale[..., None, :]
 
 
-def _codes(place: Place, start: Start) -> Codes:
-    values = _values(start.format, place.positions).astype(jnp.uint8)
+def _codes(place: Place, start: Start, format: WeightFormat) -> Codes:
+    values = _values(format, place.positions).astype(jnp.uint8)
     return start.codes._replace(values=values, scale=as_stored(jnp.exp(place.logs)))
 
 
@@ -234,24 +222,43 @@ def _passing(function: Callable[[Array], Array], x: Array) -> Array:
     return function(still) + (x - still)
 
 
+def _loss(
+    places: dict[str, Place],
+    starts: dict[str, Start],
+    state: Tree,
+    *batch: Any,
+    graph: Any,
+    formats: tuple[tuple[str, WeightFormat], ...],
+    loss: Callable[..., Array],
+) -> Array:
+    changed = nnx.merge(graph, state)
+    for path, format in formats:
+        parent, name = path.rsplit(".", 1)
+        weight = _weight(places[path], starts[path], format)
+        dtype = at(changed, path)[...].dtype
+        setattr(at(changed, parent), name, nnx.Param(weight.astype(dtype)))
+    return loss(changed, *batch)
+
+
+# Layers that are alike share what is compiled.
+_measure = jax.jit(_loss, static_argnames=("graph", "formats", "loss"))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "formats", "loss"), donate_argnames=("progress",)
+)
 def _descend(
-    gradient: Any,
-    steps: int,
-    rates: tuple[float, float],
-    progress: Tree,
-    number: Array,
-    *inputs: Any,
+    progress: Tree, number: Array, rates: Float[Array, "2"], *inputs: Any, **fixed: Any
 ) -> tuple[Tree, Tree, Tree]:
-    """One step of Adam."""
+    """One step of Adam; the first has number 1."""
     places, means, squares = progress
-    slopes = gradient(places, *inputs)
+    slopes = jax.grad(functools.partial(_loss, **fixed))(places, *inputs)
     means = jax.tree.map(lambda m, g: MOMENTUM * m + (1 - MOMENTUM) * g, means, slopes)
     squares = jax.tree.map(lambda s, g: SPREAD * s + (1 - SPREAD) * g * g, squares, slopes)
-    now = 1 - number / steps
-    first, second = (1 - decay ** (number + 1) for decay in (MOMENTUM, SPREAD))
+    first, second = (1 - decay**number for decay in (MOMENTUM, SPREAD))
 
-    def moved(rate: float, x: Array, mean: Array, square: Array) -> Array:
-        return x - now * rate * (mean / first) / (jnp.sqrt(square / second) + 1e-12)
+    def moved(rate: Array, x: Array, mean: Array, square: Array) -> Array:
+        return x - rate * (mean / first) / (jnp.sqrt(square / second) + 1e-12)
 
     after = {}
     for path, place in places.items():
