@@ -41,7 +41,7 @@ def plan(place: Path) -> QuantizationPlan:
     return plan_quantization(
         place / "source",
         read_recipe(str(place / "mine.json")),
-        calibration=calibration(place, place / "tokens.npy"),
+        calibration=calibration(place, place / "tokens.npy", fit_steps=2),
     )
 
 
@@ -87,6 +87,7 @@ def test_report(place, whole):
     assert {path for path, tensor in scheme.items() if tensor["input_scale"]} == coded
     assert report["calibration"]["windows"] == WINDOWS
     assert report["calibration"]["window"] == WINDOW
+    assert report["calibration"]["fit_steps"] == 2
     (file,) = report["calibration"]["files"]
     assert file["bytes"] == (place / "tokens.npy").stat().st_size
 
@@ -188,6 +189,8 @@ def test_text_that_changed_is_not_gone_on_with(place, whole, tmp_path):
         (64, 96, {"windows": 0}, ("0 windows",)),
         (64, 96, {"window": 257}, ("257", "256")),
         (64, 96, {"window": 0}, ("0 tokens",)),
+        (64, 96, {"fit_steps": -1}, ("-1 steps",)),
+        (64, 96, {"fit_steps": 2, "windows": 1}, ("2 steps", "1 windows", "--fit-steps")),
     ],
 )
 def test_calibration_that_is_refused(place, tmp_path, count, top, settings, words):
