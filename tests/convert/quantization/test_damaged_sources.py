@@ -1,4 +1,4 @@
-"""Damage in a source that is in codes, or becomes codes, is found; another run is no finished one."""
+"""Damaged sources of codes are found, and a finished folder of another run is told apart."""
 
 from __future__ import annotations
 
