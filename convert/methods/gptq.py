@@ -44,12 +44,11 @@ def gptq(
     weight = weight.astype(jnp.float32)
     importance = jnp.diagonal(hessian, axis1=-2, axis2=-1)
     start = round_to_nearest(weight, format, importance=importance)
-    if factored is None:
-        factored = factor(hessian, act_order=act_order)
+    known: Factor = factored or factor(hessian, act_order=act_order)
     values = jnp.vectorize(
         functools.partial(_compensated, bits=format.bits),
         signature="(o,i),(i),(i,i),(o,i),(o,i)->(o,i)",
-    )(weight, factored.order, factored.root, *of_inputs(start, format))
+    )(weight, known.order, known.root, *of_inputs(start, format))
     return start._replace(values=values.astype(jnp.uint8))
 
 

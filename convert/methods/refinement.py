@@ -35,8 +35,7 @@ def refined(
         sweeps: over all groups.
         factored: `factor` of the Hessian, if it is known already.
     """
-    if factored is None:
-        factored = factor(hessian)
+    known: Factor = factored or factor(hessian)
     size, inputs = format.group_size, weight.shape[-1]
     padding = group_count(inputs, size) * size - inputs
     wide = [(0, 0)] * (weight.ndim - 2)
@@ -46,7 +45,7 @@ def refined(
     values, scale = jnp.vectorize(
         functools.partial(_descend, format=format, sweeps=sweeps),
         signature="(o,p),(i,i),(o,p),(o,j),(o,j)->(o,p),(o,j)",
-    )(weight, factored.damped, values, codes.scale, zero)
+    )(weight, known.damped, values, codes.scale, zero)
     return Codes(values[..., :inputs].astype(jnp.uint8), scale, codes.zero)
 
 
