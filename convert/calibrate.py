@@ -77,8 +77,11 @@ def advance(
         hidden: the residual stream in front of it.
         windows_at_once: in one forward pass; bounds device memory.
     """
-    batches = _batches(hidden, windows_at_once)
-    return np.concatenate([np.asarray(_forward(layer, config, x)) for x in batches])
+    after, start = np.empty(hidden.shape, np.float32), 0
+    for x in _batches(hidden, windows_at_once):
+        after[start : start + len(x)] = _forward(layer, config, x)
+        start += len(x)
+    return after
 
 
 def hessian_of_inputs(
@@ -171,7 +174,9 @@ def hessian_of_rows(rows: ExpertRows) -> Float[Array, "C I I"]:
 @jax.jit
 def rows_between(rows: ExpertRows, gate_up_proj: Float[Array, "C F2 D"]) -> ExpertRows:
     """The same rows as the experts' second product reads them."""
-    gate, up = jnp.split(jnp.einsum("crd,cfd->crf", rows.inputs, gate_up_proj), 2, axis=-1)
+    exact = jax.lax.Precision.HIGHEST
+    both = jnp.einsum("crd,cfd->crf", rows.inputs, gate_up_proj, precision=exact)
+    gate, up = jnp.split(both, 2, axis=-1)
     return rows._replace(inputs=jax.nn.silu(gate) * up)
 
 
@@ -203,11 +208,13 @@ def _recorded(
 
 
 def run(layer: DecoderLayer, config: QwenConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The layer over whole windows, for traced functions."""
+    """The layer over whole windows, for traced functions; products are exact on a GPU too."""
     batch, length, _ = x.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
     start, lengths = (jnp.full((batch,), n, jnp.int32) for n in (0, length))
-    return layer(x, None, Chunk(start, lengths, positions, rotary(config, positions)))[0]
+    chunk = Chunk(start, lengths, positions, rotary(config, positions))
+    with jax.default_matmul_precision("highest"):
+        return layer(x, None, chunk)[0]
 
 
 def _batches(hidden: np.ndarray, size: int) -> Iterator[Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -81,7 +82,8 @@ class ActivationFlags:
         from ..quant import ActivationFormat
 
         ActivationFormat(self.activation_bits, self.kind)
-        same = sorted(set(texts) & set(self.activation_calibration))
+        evaluated = {Path(text).resolve() for text in texts}
+        same = [name for name in self.activation_calibration if Path(name).resolve() in evaluated]
         if same:
             raise RequestError(
                 f"{same[0]} is evaluated and calibrated on, which says nothing of other text; give "

@@ -135,6 +135,9 @@ def _calibration_settings(
     }
     given = {name: value for name, value in settings.items() if value is not None}
     if files:
+        for name in (*files, *filter(None, [chat_template])):
+            if not Path(name).is_file():
+                raise RequestError(f"{name} is no file; give calibration text, or a template")
         return given
     if given:
         flags = {"windows": "--calibration-windows"}
