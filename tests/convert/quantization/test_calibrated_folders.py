@@ -23,6 +23,8 @@ from tests.convert.quantization import models
 from tests.convert.quantization.models import WINDOW, WINDOWS
 from tests.convert.writing.folders import contents
 
+pytestmark = pytest.mark.usefixtures("fast_compile_all")
+
 ROOT = Path(__file__).parents[3]
 LIMIT = 1 << 30
 PARTS = 4  # embedding, two layers, head
@@ -149,6 +151,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(place, whole, tmp_path):
     run = subprocess.Popen(
         [sys.executable, "-u", "-c", program, place, out],
         cwd=ROOT,
+        # The same programs as in this process, or bytes may differ.
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -18,8 +18,9 @@ from qwen_jax.evaluate.divergence import kl_terms
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
+@pytest.mark.slow
 def test_loss_of_the_demo_is_that_of_transformers(fast_compile, demo, demo_expected: Expected):
-    """On one of the stored prompts; the slow test takes the held-out text."""
+    """On one of the stored prompts."""
     prompt = Document("n200", np.array(demo_expected.prompts["n200"], np.int32))
     expected = -demo_expected.arrays["n200.next_token_logprob"].astype(np.float64)
     result = perplexity(score(demo[0], Windows([prompt], window=200), batch_size=1))
