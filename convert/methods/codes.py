@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ class Codes(NamedTuple):
     zero: Float[Array, "*S O J"] | None
 
 
+@functools.partial(jax.jit, static_argnames="format")
 def dequantise(codes: Codes, format: WeightFormat) -> Float[Array, "*S O I"]:
     """The numbers that codes stand for, float32."""
     scale, zero = of_inputs(codes, format)

@@ -22,7 +22,7 @@ from convert.methods import rounded_without_data
 from convert.tuning import fit_codes, layer_error
 from qwen_jax import CausalLM, QwenConfig
 from qwen_jax.errors import RequestError
-from qwen_jax.quant import Recipe, Rule, WeightFormat
+from qwen_jax.quant import Method, Recipe, Rule, WeightFormat
 from tests.qwen_jax.coded_folder import coded_model
 
 pytestmark = pytest.mark.usefixtures("fast_compile_all")
@@ -84,7 +84,12 @@ def rules_of(layer, bits: int) -> dict[str, Rule]:
         if path.endswith(("proj", "qkv", "z"))
     ]
     paths = [*linears, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    return {path: Rule(path, WeightFormat(bits, 32)) for path in paths}
+    # Each shape is compiled for, and some methods sooner.
+    methods: dict[str, Method] = {
+        "linear_attn.in_proj_qkv.weight": "round-to-nearest",
+        "mlp.experts.gate_up_proj": "activation-aware",
+    }
+    return {p: Rule(p, WeightFormat(bits, 32), methods.get(p, "gptq")) for p in paths}
 
 
 def test_stages_follow_the_layer_types(model):
