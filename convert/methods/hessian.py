@@ -34,7 +34,6 @@ class Factor(NamedTuple):
     found: Bool[Array, "*S"]
 
 
-@functools.partial(jax.jit, static_argnames=("act_order", "damping"))
 def factor(
     hessian: Float[Array, "*S I I"], *, act_order: bool = True, damping: float = DAMPING
 ) -> Factor:

@@ -1,5 +1,6 @@
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from qwen_jax.quant import WeightFormat
 pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 FORMAT = WeightFormat(3, 32)
+FACTOR = jax.jit(factor)
 
 
 def problem(outputs=12, inputs=80, rows=400, stack=(), seed=0):
@@ -75,7 +77,7 @@ def test_a_stack_is_solved_as_its_matrices_are():
 @pytest.mark.parametrize("seed", range(3))
 def test_refinement_never_loses_and_solve_never_loses_to_rounding(seed):
     weight, hessian = problem(seed=seed)
-    damped = np.asarray(factor(jnp.asarray(hessian)).damped)
+    damped = np.asarray(FACTOR(jnp.asarray(hessian)).damped)
     first = gptq(weight, hessian, FORMAT)
     errors = [output_error(weight, dequantise(first, FORMAT), damped)]
     for sweeps in (1, 4):
@@ -95,7 +97,7 @@ def test_refinement_never_loses_and_solve_never_loses_to_rounding(seed):
 def test_refinement_ends_where_no_single_code_can_gain():
     weight, hessian = problem()
     codes = refined(weight, hessian, gptq(weight, hessian, FORMAT), FORMAT, sweeps=30)
-    damped = np.asarray(factor(jnp.asarray(hessian)).damped, np.float64)
+    damped = np.asarray(FACTOR(jnp.asarray(hessian)).damped, np.float64)
     best = output_error(weight, dequantise(codes, FORMAT), damped)
     values = np.asarray(codes.values).astype(int)
     for column in range(80):
