@@ -130,7 +130,7 @@ def refuse_quantised(path: Path, keys: Iterable[str]) -> None:
     name = quantisation(path, keys)
     if name is not None:
         raise CheckpointError(
-            f"{path} holds quantised weights ({name}). Only bf16, f16 and f32 weights are run: "
+            f"{path} holds quantised weights ({name}) of another program, which are not run: "
             f"convert them first (qwen-jax convert {path} DESTINATION), or use the unquantised "
             "release"
         )

@@ -92,7 +92,9 @@ def _rows(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     try:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise RequestError(f"{path} is not a .npy file ({error}); write it by numpy.save") from None
+        raise RequestError(
+            f"{path} is not a .npy file of numbers; write one by numpy.save"
+        ) from error
     if not isinstance(array, np.ndarray) or array.ndim not in (1, 2):
         shape = getattr(array, "shape", type(array).__name__)
         raise RequestError(f"{path} holds {shape}; accepted are ids [N], or one document a row")

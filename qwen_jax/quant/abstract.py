@@ -62,16 +62,9 @@ def nbytes(leaf: Abstract) -> int:
 def why_not(path: str, shape: tuple[int, ...], group_size: int) -> str:
     """Why a tensor cannot be in codes of groups of a size; "" if it can."""
     if len(shape) < 2 or path.endswith(_READ_BY_VALUE):
-        return (
-            f"{path} {list(shape)} is not in codes in any model; accepted are embedding, head, "
-            "experts and the other matrices but for the router: narrow the rule's pattern"
-        )
+        return f"{path} {list(shape)} is not in codes in any model"
     if group_size > shape[-1]:
-        return (
-            f"{path} has {shape[-1]} inputs, fewer than a group of {group_size}; accepted are "
-            f"groups of at most {shape[-1]}"
-            + (", such as 32" if shape[-1] >= 32 else ", so that it must be left out of the recipe")
-        )
+        return f"{path} has {shape[-1]} inputs, fewer than a group of {group_size}"
     return ""
 
 

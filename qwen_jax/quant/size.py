@@ -86,11 +86,14 @@ def scheme_of(tree: Mapping[str, jax.ShapeDtypeStruct], recipe: Recipe) -> Schem
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise RequestError(
-            f"recipe {recipe.name} does not fit the model: {'; '.join(faults[:_SHOWN])}{more}"
+            f"recipe {recipe.name} does not fit the model: {'; '.join(faults[:_SHOWN])}{more}. "
+            "Accepted are embedding, head, experts and the other matrices but for the router, in "
+            "groups no larger than their inputs; write a recipe of your own (a JSON file) with "
+            "smaller groups or narrower patterns"
         )
     if not tensors:
         raise RequestError(
-            f"recipe {recipe.name} matches no tensor of the model; its patterns are "
+            f"recipe {recipe.name} puts no tensor of the model in codes; its patterns are "
             f"{', '.join(rule.pattern for rule in recipe.rules)}"
         )
     return Scheme(recipe.name, tensors)

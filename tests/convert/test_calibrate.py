@@ -182,7 +182,7 @@ def test_fitted_codes_are_never_worse_than_their_start(model, rate):
         layer_error(model.config),
         batches[:2],
         batches[2:],
-        steps=30,
+        steps=120,
         code_rate=rate,
         scale_rate=rate,
     )
