@@ -4,7 +4,7 @@ Letters: O outputs, I inputs, J groups of inputs, `*` a stack of experts or noth
 """
 
 from .activation_aware import activation_aware
-from .codes import Codes, bad_weights, dequantise
+from .codes import Codes, dequantise
 from .gptq import gptq
 from .refinement import refined
 from .rounding import min_max, round_to_nearest
@@ -24,7 +24,6 @@ __all__ = [
     "Solved",
     "TensorReport",
     "activation_aware",
-    "bad_weights",
     "dequantise",
     "finished",
     "gptq",

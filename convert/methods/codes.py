@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from pallas_kernels.dequant_matmul.layout import CENTRES, group_count
@@ -72,10 +71,3 @@ def in_groups(x: Float[Array, "*S I"], group_size: int) -> Float[Array, "*S J G"
     groups = group_count(inputs, group_size)
     tail = [(0, 0)] * (x.ndim - 1) + [(0, groups * group_size - inputs)]
     return jnp.pad(x, tail, mode="edge").reshape(*x.shape[:-1], groups, group_size)
-
-
-def bad_weights(weight: np.ndarray) -> str | None:
-    """What a weight holds that no code stands for ("3 NaN, 1 infinite"); None if all is finite."""
-    nan, infinite = int(np.isnan(weight).sum()), int(np.isinf(weight).sum())
-    found = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "infinite")) if count]
-    return ", ".join(found) or None

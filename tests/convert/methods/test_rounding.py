@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert.methods import Codes, bad_weights, dequantise, min_max, round_to_nearest
+from convert.methods import Codes, dequantise, min_max, round_to_nearest
 from qwen_jax.quant import WeightFormat
 
 pytestmark = pytest.mark.usefixtures("fast_compile_all")
@@ -83,10 +83,3 @@ def test_min_max_is_the_integer_grid():
     weight = np.array([[-3.0, -1.4, 0.2, 1.6, 3.0, *[0.0] * 27]], np.float32)
     wide = min_max(jnp.asarray(weight), WeightFormat(3, 32))
     np.testing.assert_array_equal(wide[0, :5], [-3, -1, 0, 2, 3])
-
-
-def test_weights_that_no_code_stands_for_are_named():
-    weight = np.zeros((2, 3), np.float32)
-    assert bad_weights(weight) is None
-    weight[0, 0], weight[1, 1] = np.nan, -np.inf
-    assert bad_weights(weight) == "1 NaN, 1 infinite"
