@@ -147,7 +147,7 @@ def _check_work(work: Path, resume: bool) -> None:
         raise being_written(work)
     if not resume:
         raise CheckpointError(
-            f"{work} exists, left by a conversion that did not finish. Continue it with --resume, "
+            f"{work} exists, left by a run that did not finish. Continue it with --resume, "
             f"or delete that folder"
         )
 

@@ -220,7 +220,7 @@ def _check_opening(found: dict[str, Any], wanted: dict[str, Any], folder: Path) 
     if then == now and found.get("plan") != wanted["plan"]:
         problems.add("differing", "the tensors planned for the shards")
     problems.raise_if_any(
-        f"{folder} was begun by another conversion, which this one cannot continue",
+        f"{folder} was begun by another run, which this one cannot continue",
         f"Repeat the command as it was then, or delete {folder} to start anew.",
     )
 

@@ -216,7 +216,7 @@ def open_work(
     When the block fails, finished shards and the journal stay; without any, nothing does.
 
     Raises:
-        CheckpointError: another process has it, it was begun by another conversion, it holds
+        CheckpointError: another process has it, it was begun by another run, it holds
             files that no conversion wrote, or the disk fails, here or in the block.
     """
     made: list[Path] = []
@@ -282,7 +282,7 @@ def _refuse_strays(folder: Path, planned: Sequence[Shard], published: Sequence[s
     known.update(shard.name + _WRITING for shard in planned)
     if strays := sorted(set(os.listdir(folder)) - known):
         raise CheckpointError(
-            f"{folder} holds what this conversion did not write: {listed(strays)}. Move that "
+            f"{folder} holds what this run did not write: {listed(strays)}. Move that "
             "elsewhere, or delete the whole folder to start anew"
         )
 

@@ -78,7 +78,7 @@ def write_folder(
 
     Raises:
         CheckpointError: the destination is not usable (see `check_destination`), the work was
-            begun by another conversion or is going on in another process, or the disk is full
+            begun by another run or is going on in another process, or the disk is full
             or fails. Finished shards are kept, and the message says how to go on.
         RuntimeError: the tensors are not what they were declared to be.
     """

@@ -71,7 +71,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise RequestError(
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}; "
-                "mend the template in the model folder, or give a plain prompt instead of messages"
+                "mend the template, or give plain text instead of messages"
             ) from error
         except Exception as error:  # a template may raise anything that an expression can
             raise RequestError(

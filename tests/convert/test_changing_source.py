@@ -79,7 +79,7 @@ def test_shard_that_changes(shell, source, at_the_end, change):
     outcome = shell.run("convert", source, destination, "--quiet")
     unfinished(outcome, destination, f"{shard(source).name} {CHANGED}")
     again = shell.run("convert", source, destination, "--quiet", "--resume")
-    unfinished(again, destination, "was begun by another conversion", shard(source).name)
+    unfinished(again, destination, "was begun by another run", shard(source).name)
     assert shell.run("convert", source, destination).code == 1
     assert bits(read(shell.convert(source, name="elsewhere"))).keys() == tensors().keys()
 

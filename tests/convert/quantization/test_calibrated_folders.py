@@ -184,7 +184,7 @@ def test_text_that_changed_is_not_gone_on_with(place, whole, tmp_path):
         read_recipe(str(place / "mine.json")),
         calibration=calibration(place, other),
     )
-    with pytest.raises(CheckpointError, match="begun by another conversion") as caught:
+    with pytest.raises(CheckpointError, match="begun by another run") as caught:
         quantize(changed, out, max_shard_bytes=LIMIT, resume=True)
     assert "tokens_sha256" in str(caught.value)
 

@@ -187,7 +187,7 @@ def test_journal_left_in_a_complete_folder(out, work, monkeypatch):
     assert {**contents(out), "journal.jsonl": b""} == {**undisturbed(), "journal.jsonl": b""}
     with pytest.raises(CheckpointError, match="--resume removes its journal"):
         write(out)
-    with pytest.raises(CheckpointError, match="begun by another conversion"):
+    with pytest.raises(CheckpointError, match="begun by another run"):
         write(out, resume=True, fingerprint={})
     assert write(out, resume=True).reused == SHARDS
     assert contents(out) == undisturbed()

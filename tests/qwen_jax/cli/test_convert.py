@@ -145,7 +145,7 @@ def test_interrupted_run_goes_on_with_resume(run, source, tmp_path, monkeypatch)
     assert not unfinished & {"config.json", "model.safetensors.index.json"}
     refused = run("convert", *arguments, "-q")
     assert (refused.code, refused.out) == (FAILURE, "")
-    assert "native.partial exists, left by a conversion that did not finish" in refused.err
+    assert "native.partial exists, left by a run that did not finish" in refused.err
     other = run("convert", *arguments[:2], "--max-shard-size", "5kB", "--resume", "-q")
     assert other.code == FAILURE
     assert "max_shard_bytes: 4000 then, 5000 now" in other.err
