@@ -54,8 +54,8 @@ def product(
                 numbers = [per_group(ref, output, group, mask) for ref in (scale_ref, *refs[:-1])]
                 read.append((words(shape, codes_ref, output, unit, mask), *numbers))
             rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
-            starts = [_start(values, shape.bits, centre) for values in rows]
-            totals = [_sum(values) for values in rows] if zero is not None else []
+            starts = [start_of(values, shape.bits, centre) for values in rows]
+            totals = [total(values) for values in rows] if zero is not None else []
             found = []
             for index, (codes, scales, *zeros) in enumerate(read):
                 products = [
@@ -110,20 +110,20 @@ def _inputs(
         elif shape.units % tile[1]:
             mask = unit < shape.units
         piece = load(x_ref, jnp.full(size, row, jnp.int32), column, mask=mask)
-        values += _parts(piece)
+        values += parts(piece)
     return [value.astype(jnp.float32) for value in values]
 
 
-def _parts(x: Array) -> list[Array]:
+def parts(x: Array) -> list[Array]:
     """Those along the last axis, whose size is a power of two, in order."""
     if x.shape[-1] == 1:
         return [x.reshape(x.shape[:-1])]
     pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    even, odd = (_parts(part) for part in jnp.unstack(pairs, axis=-1))
+    even, odd = (parts(part) for part in jnp.unstack(pairs, axis=-1))
     return [part for pair in zip(even, odd, strict=True) for part in pair]
 
 
-def _start(values: list[Array], bits: int, centre: float) -> Array:
+def start_of(values: list[Array], bits: int, centre: float) -> Array:
     """Where sums of products start: less what is on the values' way, and the centre of codes."""
     start = jnp.zeros_like(values[0])
     for value, offset in zip(values, offsets(bits), strict=True):
@@ -131,11 +131,12 @@ def _start(values: list[Array], bits: int, centre: float) -> Array:
     return start
 
 
-def _sum(values: list[Array]) -> Array:
-    total = values[0]
+def total(values: list[Array]) -> Array:
+    """Of all values of units."""
+    added = values[0]
     for value in values[1:]:
-        total = total + value
-    return total
+        added = added + value
+    return added
 
 
 def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) -> None:
@@ -148,7 +149,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
         first: output of the program.
         sums: for each of as many outputs as are met at once [outputs, units].
     """
-    together = sums[0][..., None] if len(sums) == 1 else _stacked(sums)
+    together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
     size = together.shape[0], len(sums)
     output = first + size[0] * iota(size, 1) + iota(size, 0)
     plt.store(
@@ -158,7 +159,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
     )
 
 
-def _stacked(arrays: list[Array]) -> Array:
+def stacked(arrays: list[Array]) -> Array:
     """Along a last axis, in order; as many as a power of two."""
     shape = arrays[0].shape
     while len(arrays) > 1:
