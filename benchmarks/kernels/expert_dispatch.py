@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ import numpy as np
 
 from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import Chain
-from pallas_kernels._compat import current_target
 from pallas_kernels.dequant_matmul import layout
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import api, down, gate_up, triton
@@ -244,11 +243,11 @@ class Calls:
     @property
     def nbytes(self) -> float:
         """Bytes that a call must read, on average: those of its different experts."""
-        ids, _, up, below, shared = self.inputs[0]
+        _, _, up, below, shared = self.inputs[0]
         different = np.mean([len(np.unique(np.asarray(each[0]))) for each in self.inputs])
         stacks = sum(leaf.nbytes for leaf in jax.tree.leaves((up, below)))
         own = sum(leaf.nbytes for leaf in jax.tree.leaves(shared))
-        return stacks * different / self.spec.experts + own
+        return float(stacks * different / self.spec.experts + own
 
 
 def timed(calls: Calls, copy: float) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def gated(
     Returns:
         [M * A, F]; with a shared expert also [M, Fs] and [M, 1].
     """
-    (tokens, width), slots = x.shape, ids.shape[1]
+    tokens, slots = ids.shape
     experts, rows, _ = gate_up_proj.shape
     hidden, matrix = rows // 2, matrix_of(gate_up_proj)
     tiles = pl.cdiv(hidden, cut.outputs)
@@ -147,7 +147,8 @@ def _made(
                 mask = index < hidden if mask is None else mask & (index < hidden)
             read += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
         values = matrix.prepared(inputs_of_units(*x, units, step, matrix, dtype))
-        return tuple(matrix.add(*each) for each in zip(read, [values] * len(read), sums))
+        pairs = zip(read, sums, strict=True)
+        return tuple(matrix.add(each, values, total) for each, total in pairs)
 
     sums = (jnp.zeros(cut.tile, jnp.float32),) * (2 * len(indices))
     if units.steps <= UNROLLED:

@@ -94,7 +94,7 @@ def expert_dispatch(
     dtype: Any,
     config: Config | None = None,
 ) -> Float[Array, "M D"]:
-    """See `api.expert_dispatch`; `config` is the heuristic's if None, and its kind is the kernel."""
+    """See `api.expert_dispatch`; the kind of `config`, the heuristic's if None, is the kernel."""
     if config is None:
         config = chosen(x, ids, gate_up_proj, down_proj)
     dispatch = DISPATCHES[type(config)]
