@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import triton_call
 from ..dequant_matmul.layout import UNIT
@@ -155,12 +155,12 @@ def _product(
         def _() -> None:
             place = first_ref[tile] + jax.lax.iota(jnp.int32, launch.rows)
             inside = jax.lax.iota(jnp.int32, launch.rows) < rows
-            slot = load(slot_ref, place, mask=inside)
+            # What is not stored needs an index of its own: the interpreter writes what was there.
+            slot = plt.load(slot_ref.at[place], mask=inside, other=tiles.slot.size)
             source, target = launch.rows_of(place, slot)
             output = first_output + jax.lax.iota(jnp.int32, config.outputs)
-            totals = _totals(
-                launch, part.stack, refs[: 1 + len(part.arrays)], expert, source, inside, output, config
-            )
+            weights = part.stack, refs[1 : 1 + len(part.arrays)], expert
+            totals = _totals(launch, config, refs[0], source, inside, weights, output)
             _store(launch, refs[-1], target, inside, output, launch.finished(*totals))
 
     return triton_call(
@@ -176,28 +176,26 @@ def _product(
 
 def _totals(
     launch: _Launch,
-    stack: Stack,
-    refs: tuple[Any, ...],
-    expert: Any,
-    source: Int[Array, " m"],
-    inside: Array,
-    output: Int[Array, " o"],
     config: Grouped,
+    x_ref: Any,
+    source: Int[Array, " m"],
+    inside: Bool[Array, " m"],
+    weights: tuple[Stack, tuple[Any, ...], Any],
+    output: Int[Array, " o"],
 ) -> tuple[Float[Array, "o m"], ...]:
     """Products with some outputs of each of an expert's matrices.
 
     Args:
         launch: see there.
-        stack: how matrices are read.
-        refs: inputs, and the arrays of matrices.
-        expert: which, of the part.
-        source: rows of inputs.
-        inside: which of them exist.
-        output: outputs.
         config: see there.
+        x_ref: inputs.
+        source: rows of them.
+        inside: which of these exist.
+        weights: how matrices are read, their arrays, and the expert, of the part.
+        output: outputs.
     """
     size = launch.rows, config.units * UNIT
-    x_ref, *refs = refs
+    stack, refs, expert = weights
     row = jnp.broadcast_to(source[:, None], size)
     wide_inside = jnp.broadcast_to(inside[:, None], size)
 
@@ -211,7 +209,7 @@ def _totals(
         for matrix, total in enumerate(totals):
             first = (expert * launch.matrices + matrix) * launch.outputs
             block = Block(first, output, launch.outputs, config.units, index)
-            found.append(stack.add(tuple(refs), block, x, total))
+            found.append(stack.add(refs, block, x, total))
         return tuple(found)
 
     totals = (jnp.zeros((config.outputs, launch.rows), jnp.float32),) * launch.matrices
@@ -222,7 +220,7 @@ def _store(
     launch: _Launch,
     out_ref: Any,
     target: Int[Array, " m"],
-    inside: Array,
+    inside: Bool[Array, " m"],
     output: Int[Array, " o"],
     result: Float[Array, "o m"],
 ) -> None:

@@ -21,6 +21,7 @@ from ..dequant_matmul.qtensor import QTensor
 from . import grouped, sorting
 from .grouped import Part
 from .many_tokens_config import ManyTokens
+from .sorting import Tiles
 from .stack import Coded, Plain, stack_of
 
 PART_BYTES = 1 << 28
@@ -35,25 +36,77 @@ def many_tokens(
     dtype: Any,
     config: ManyTokens,
 ) -> Float[Array, "M D"]:
-    """See `api.expert_dispatch`; without a shared expert. X is in bfloat16, which also slots are."""
-    tokens, slots = ids.shape
-    experts, width, hidden = down_proj.shape
-    tiles = sorting.sort(ids, experts, config.rows)
+    """See `api.expert_dispatch`, without a shared expert. X is in bfloat16, and so are slots."""
+    tiles = sorting.sort(ids, down_proj.shape[0], config.rows)
+    made = gated(x, ids.shape[1], tiles, gate_up_proj, config)
+    return summed(down(made, tiles, down_proj, config), ids, weights, down_proj.shape[0], dtype)
 
-    def gated(part: Part, made: Array | None) -> Array:
+
+def gated(
+    x: Float[Array, "M D"],
+    slots: int,
+    tiles: Tiles,
+    weight: Float[Array, "E F2 D"] | QTensor,
+    config: ManyTokens,
+) -> Float[Array, "S F"]:
+    """Silu(gate) * up of each place.
+
+    Args:
+        x: tokens.
+        slots: of each token.
+        tiles: of them.
+        weight: gates and the rows above of all experts.
+        config: see there.
+    """
+    hidden = weight.shape[1] // 2
+
+    def run(part: Part, made: Array | None) -> Array:
         return grouped.gated(x, slots, tiles, config.rows, part, hidden, config.gate_up, made)
 
-    made = _in_parts(gate_up_proj, config, gated)
+    return _in_parts(weight, config, run)
 
-    def down(part: Part, y: Array | None) -> Array:
-        return grouped.down(made, tiles, config.rows, part, width, x.dtype, config.down, y)
 
-    y = _in_parts(down_proj, config, down).reshape(tokens, slots, width)
-    filled = (ids >= 0) & (ids < experts)
-    # Slots that are not filled hold whatever was in memory.
-    strength = jnp.where(filled, weights, 0.0)[..., None]
-    y = jnp.where(filled[..., None], y.astype(jnp.float32) * strength, 0.0)
-    return jnp.sum(y, axis=1).astype(dtype)
+def down(
+    made: Float[Array, "S F"],
+    tiles: Tiles,
+    weight: Float[Array, "E D F"] | QTensor,
+    config: ManyTokens,
+) -> Float[Array, "S D"]:
+    """Down projections of all places, by slot.
+
+    Args:
+        made: by `gated`.
+        tiles: of slots.
+        weight: of all experts.
+        config: see there.
+    """
+    width = weight.shape[1]
+
+    def run(part: Part, y: Array | None) -> Array:
+        return grouped.down(made, tiles, config.rows, part, width, made.dtype, config.down, y)
+
+    return _in_parts(weight, config, run)
+
+
+def summed(
+    y: Float[Array, "S D"],
+    ids: Int[Array, "M A"],
+    weights: Float[Array, "M A"],
+    experts: int,
+    dtype: Any,
+) -> Float[Array, "M D"]:
+    """Weighted sum over each token's slots, in float32.
+
+    Args:
+        y: of each slot; those that are not filled hold whatever was in memory.
+        ids: experts of slots.
+        weights: of slots.
+        experts: E.
+        dtype: of the result.
+    """
+    filled = ((ids >= 0) & (ids < experts))[..., None]
+    wide = y.reshape(*ids.shape, -1).astype(jnp.float32)
+    return jnp.sum(jnp.where(filled, wide * weights[..., None], 0.0), axis=1).astype(dtype)
 
 
 def _in_parts(

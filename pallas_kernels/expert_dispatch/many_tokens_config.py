@@ -56,6 +56,6 @@ def heuristic(tokens: int, slots: int, experts: int) -> ManyTokens:
     if mean >= UNPACKED_ROWS:
         return ManyTokens(128, Grouped(128, 2, 8, 3), Grouped(128, 2, 8, 3), True)
     rows = 16
-    while rows < 64 and rows < 1.5 * mean:
+    while rows < 64 and rows < 1.25 * mean:
         rows *= 2
-    return ManyTokens(rows, Grouped(64, 2, 4, 3), Grouped(128, 2, 4, 3), False)
+    return ManyTokens(rows, Grouped(64, 2, 4, 3), Grouped(64, 2, 4, 3), False)

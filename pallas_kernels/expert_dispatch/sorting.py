@@ -103,9 +103,7 @@ def _counts(flat: Int[Array, " S"], experts: int, blocks: int) -> Int[Array, "b 
     )(flat)
 
 
-def _experts(
-    ids_ref: Any, index: Int[Array, "..."], slots: int, experts: int
-) -> Int[Array, "..."]:
+def _experts(ids_ref: Any, index: Int[Array, "..."], slots: int, experts: int) -> Int[Array, "..."]:
     """Experts of slots; -1 for empty ones and behind the last."""
     ids = plt.load(ids_ref.at[index], mask=index < slots, other=-1)
     filled = (ids >= 0) & (ids < experts)
@@ -153,7 +151,7 @@ def _place(
         at = jnp.sum(jnp.where(own, place[None, :], 0), axis=1) + rank
         filled = jnp.sum(own.astype(jnp.int32), axis=1) > 0
         plt.store(
-            slot_ref.at[jnp.where(filled, at, 0)],
+            slot_ref.at[jnp.where(filled, at, slots)],
             start + jax.lax.iota(jnp.int32, chunk),
             mask=filled,
         )
