@@ -112,6 +112,7 @@ MANY = [
     (128, Grouped(128, 4, 8, 2)),
     (256, Grouped(64, 2, 8, 3)),
 ]
+SETTINGS: dict[str, Any] = {"shared": None, "inner_dtype": jnp.bfloat16, "dtype": jnp.float32}
 Arrays = tuple[Any, ...]
 
 
@@ -179,7 +180,7 @@ def error(case: Case, arrays: Arrays, result: jax.Array) -> jax.Array:
 
 def check(case: Case, config: ManyTokens, arrays: Arrays) -> dict[str, Any]:
     """The error, and whether it and the repeated bits are as they must be."""
-    run = jax.jit(functools.partial(kernels.many_tokens, dtype=jnp.float32, config=config))
+    run = jax.jit(functools.partial(kernels.many_tokens, **SETTINGS, config=config))
     y, again = run(*arrays), run(*arrays)
     with jax.enable_x64(True):
         found = float(error(case, arrays, y))
@@ -219,7 +220,7 @@ def parts(case: Case, config: ManyTokens, arrays: Arrays) -> dict[str, tuple[Any
             (made, tiles, down),
         ),
         "sum": (
-            lambda y, ids, weights: kernels.summed(y, ids, weights, case.experts, jnp.bfloat16),
+            lambda y, ids, weights: kernels.summed(y, ids, weights, case.experts),
             (y, ids, weights),
         ),
     }
@@ -235,7 +236,7 @@ def between(rows: int, width: int) -> jax.Array:
 
 def timed(case: Case, config: ManyTokens, arrays: Arrays, copy: float) -> dict[str, Any]:
     """Times of the call, its parts and XLA, and the bytes."""
-    run = functools.partial(kernels.many_tokens, dtype=jnp.bfloat16, config=config)
+    run = functools.partial(kernels.many_tokens, **SETTINGS, config=config)
     row: dict[str, Any] = {"seconds": chain(case, run, arrays).seconds()}
     for name, (part, of_part) in parts(case, config, arrays).items():
         row[f"{name}_seconds"] = chain(case, part, of_part).seconds()

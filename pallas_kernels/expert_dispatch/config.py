@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .many_tokens_config import ManyTokens
+
 FEW_TOKENS = 64
 # Warps on a multiprocessor: what keeps it busy, and what it holds at a time.
 LEAST_WARPS, MOST_WARPS = 6, 64
@@ -49,12 +51,12 @@ class FewTokens:
     shared_outputs: int = 4
 
 
-Config = FewTokens
+Config = FewTokens | ManyTokens
 
 
 def heuristic(
     cores: int, tokens: int, slots: int, width: int, hidden: int, units: int, hidden_units: int
-) -> Config:
+) -> FewTokens:
     """A configuration for a call's sizes on a device of so many cores.
 
     Args:

@@ -18,9 +18,11 @@ from jaxtyping import Array, Float, Int
 from ..dequant_matmul import unpacked
 from ..dequant_matmul.config import Unpacked
 from ..dequant_matmul.qtensor import QTensor
+from ..dequant_matmul.triton import dequant_matmul
 from . import grouped, sorting
 from .grouped import Part
 from .many_tokens_config import ManyTokens
+from .shared import SharedExpert
 from .sorting import Tiles
 from .stack import Coded, Plain, stack_of
 
@@ -33,13 +35,19 @@ def many_tokens(
     weights: Float[Array, "M A"],
     gate_up_proj: Float[Array, "E F2 D"] | QTensor,
     down_proj: Float[Array, "E D F"] | QTensor,
+    shared: SharedExpert | None,
+    inner_dtype: Any,
     dtype: Any,
     config: ManyTokens,
 ) -> Float[Array, "M D"]:
-    """See `api.expert_dispatch`, without a shared expert. X is in bfloat16, and so are slots."""
+    """See `api.expert_dispatch`; `inner_dtype` is bfloat16."""
+    x = x.astype(inner_dtype)
     tiles = sorting.sort(ids, down_proj.shape[0], config.rows)
     made = gated(x, ids.shape[1], tiles, gate_up_proj, config)
-    return summed(down(made, tiles, down_proj, config), ids, weights, down_proj.shape[0], dtype)
+    y = summed(down(made, tiles, down_proj, config), ids, weights, down_proj.shape[0])
+    if shared is not None:
+        y = y + _shared_expert(x, shared)
+    return y.astype(dtype)
 
 
 def gated(
@@ -93,7 +101,6 @@ def summed(
     ids: Int[Array, "M A"],
     weights: Float[Array, "M A"],
     experts: int,
-    dtype: Any,
 ) -> Float[Array, "M D"]:
     """Weighted sum over each token's slots, in float32.
 
@@ -102,11 +109,10 @@ def summed(
         ids: experts of slots.
         weights: of slots.
         experts: E.
-        dtype: of the result.
     """
     filled = ((ids >= 0) & (ids < experts))[..., None]
     wide = y.reshape(*ids.shape, -1).astype(jnp.float32)
-    return jnp.sum(jnp.where(filled, wide * weights[..., None], 0.0), axis=1).astype(dtype)
+    return jnp.sum(jnp.where(filled, wide * weights[..., None], 0.0), axis=1)
 
 
 def _in_parts(
@@ -152,3 +158,20 @@ def _made(weight: QTensor, start: Int[Array, ""], first: int, count: int) -> Par
         stack.of_all(experts), start, count * outputs, tuple(arrays), Unpacked()
     )
     return Part(Plain(inputs), [matrices], first, count, count == experts)
+
+
+def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array, "M D"]:
+    """Its output times its strength: products of all tokens, as of any layer."""
+    gate, up = (_product(x, weight) for weight in (shared.gate_proj, shared.up_proj))
+    strength = jax.nn.sigmoid(_product(x, shared.gate))
+    y = _product((jax.nn.silu(gate) * up).astype(x.dtype), shared.down_proj)
+    return jnp.broadcast_to(strength, y.shape) * y
+
+
+def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:
+    """Rows times a matrix, in float32."""
+    if isinstance(weight, QTensor):
+        numbers, settings = (weight.scale, weight.zero), {"group_size": weight.group_size}
+        return dequant_matmul(x, weight.codes, *numbers, dtype=jnp.dtype("float32"), **settings)
+    plain = weight.astype(x.dtype)
+    return jnp.einsum("mi,oi->mo", x, plain, preferred_element_type=jnp.float32)

@@ -10,8 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import Target, current_target, triton_refusals
 from ..dequant_matmul.qtensor import QTensor
-from . import down, gate_up, reference
+from . import down, gate_up, many_tokens_config, reference
 from .config import FEW_TOKENS, Config, FewTokens, heuristic
+from .many_tokens import many_tokens
+from .many_tokens_config import ManyTokens
 from .matrix import matrix_of
 from .shared import SharedExpert
 
@@ -37,12 +39,18 @@ def few_tokens(
 
 def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
     """The configuration of a call that brings none."""
+    if x.shape[0] > FEW_TOKENS:
+        tokens, slots = ids.shape
+        return many_tokens_config.heuristic(tokens, slots, down_proj.shape[0])
     units, hidden_units = (matrix_of(weight).units for weight in (gate_up_proj, down_proj))
     sizes = *ids.shape, x.shape[1], down_proj.shape[2], units, hidden_units
     return heuristic(current_target().cores, *sizes)
 
 
-DISPATCHES: dict[type[Config], Callable[..., Any]] = {FewTokens: few_tokens}
+DISPATCHES: dict[type[Config], Callable[..., Any]] = {
+    FewTokens: few_tokens,
+    ManyTokens: many_tokens,
+}
 
 
 def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
@@ -51,7 +59,7 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     x, _, weights, gate_up_proj, down_proj, *rest = arrays
     shared = rest[0] if rest else None
     if x.shape[0] > FEW_TOKENS:
-        reasons.append(f"x has {x.shape[0]} tokens; the kernels take up to {FEW_TOKENS}")
+        reasons += _refusals_of_many(*arrays[:2], gate_up_proj, down_proj, settings["inner_dtype"])
     named = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     dtypes = {"x": x.dtype} | {name: settings[name] for name in ("inner_dtype", "dtype")}
     if shared is not None:
@@ -79,6 +87,28 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
             reasons.append(f"{name} is {dtype}, not {' or '.join(DTYPES)}")
     if str(weights.dtype) != "float32":
         reasons.append(f"weights are {weights.dtype}, not float32")
+    return reasons
+
+
+def _refusals_of_many(
+    x: Any, ids: Any, gate_up_proj: Any, down_proj: Any, inner_dtype: Any
+) -> list[str]:
+    """Why the kernels of more than `FEW_TOKENS` tokens do not take a call."""
+    which = f"with more than {FEW_TOKENS} tokens"
+    reasons = [
+        f"{name} is {dtype}, not bfloat16, {which}"
+        for name, dtype in (
+            ("inner_dtype", inner_dtype),
+            *(
+                (name, weight.dtype)
+                for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj))
+                if not isinstance(weight, QTensor)
+            ),
+        )
+        if str(dtype) != "bfloat16"
+    ]
+    if (size := ids.size * max(x.shape[1], down_proj.shape[2])) >= 2**31:
+        reasons.append(f"what all slots make has {size} elements, 2^31 or more")
     return reasons
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from pallas_kernels.expert_dispatch.many_tokens_config import Grouped, ManyToken
 from pallas_kernels.testing import interpreted, norm_error
 
 pytestmark = pytest.mark.usefixtures("fast_compile_all")
+
+SETTINGS: dict[str, Any] = {"shared": None, "inner_dtype": jnp.bfloat16, "dtype": jnp.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +81,9 @@ def oracle(x, ids, weights, up, down):
     return result
 
 
-def run(config, x, ids, weights, up, down, dtype=jnp.float32):
+def run(config, x, ids, weights, up, down):
     with interpreted():
-        call = jax.jit(functools.partial(many_tokens, dtype=dtype, config=config))
+        call = jax.jit(functools.partial(many_tokens, **SETTINGS, config=config))
         return call(x, jnp.asarray(ids), jnp.asarray(weights), up, down)
 
 
@@ -199,13 +202,13 @@ def abstract(tokens: int, sizes: Sizes):
 )
 def test_lowers_for_cuda(tokens, sizes, launches):
     cut = heuristic(tokens, 8, 256)
-    call = functools.partial(many_tokens, dtype=jnp.bfloat16, config=cut)
+    call = functools.partial(many_tokens, **SETTINGS, config=cut)
     text = lower_for_cuda(call, *abstract(tokens, sizes))
     assert text.count("xla.gpu.triton") == launches
 
 
 def on_a_gpu(cut, *arrays):
-    return jax.jit(functools.partial(many_tokens, dtype=jnp.float32, config=cut))(*arrays)
+    return jax.jit(functools.partial(many_tokens, **SETTINGS, config=cut))(*arrays)
 
 
 @pytest.mark.gpu
