@@ -171,7 +171,13 @@ def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array,
 def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:
     """Rows times a matrix, in float32."""
     if isinstance(weight, QTensor):
-        numbers, settings = (weight.scale, weight.zero), {"group_size": weight.group_size}
-        return dequant_matmul(x, weight.codes, *numbers, dtype=jnp.dtype("float32"), **settings)
+        return dequant_matmul(
+            x,
+            weight.codes,
+            weight.scale,
+            weight.zero,
+            group_size=weight.group_size,
+            dtype=jnp.dtype("float32"),
+        )
     plain = weight.astype(x.dtype)
     return jnp.einsum("mi,oi->mo", x, plain, preferred_element_type=jnp.float32)
