@@ -37,6 +37,7 @@ OPERATIONS = (
     "block_attention",
     "delta_rule",
     "dequant_matmul",
+    "expert_dispatch",
     "flash_attention",
     "rms_norm",
 )

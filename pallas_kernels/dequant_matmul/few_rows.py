@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from .._compat import multiply_add
+from ..lanes import parts
 from . import uncoded
 from .config import FewRows
 from .layout import CENTRES, UNIT
@@ -98,8 +99,8 @@ def _product(
             squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
             weight = _inputs(shape, shared[1], 0, tile, step)
             rows = [list(map(norm.weighted, values, weight)) for values in rows]
-        starts = [_start(values, shape.bits, centre) for values in rows]
-        totals = [_sum(values) for values in rows] if has_zero else []
+        starts = [start_of(values, shape.bits, centre) for values in rows]
+        totals = [total(values) for values in rows] if has_zero else []
         found = []
         for index, (codes, scales, *zeros) in enumerate(read):
             products = [
@@ -122,7 +123,7 @@ def _product(
         sums = carry[0][row :: shape.rows]
         if norm is not None:
             factor = jnp.broadcast_to(norm.factor(carry[1][row]), tile)
-            sums = [total * factor for total in sums]
+            sums = [each * factor for each in sums]
         _store(shape, out_ref, row, first, sums)
 
 
@@ -149,20 +150,11 @@ def _inputs(
         elif shape.units % tile[1]:
             mask = unit < shape.units
         piece = load(x_ref, jnp.full(size, row, jnp.int32), column, mask=mask)
-        values += _parts(piece)
+        values += parts(piece)
     return [value.astype(jnp.float32) for value in values]
 
 
-def _parts(x: Array) -> list[Array]:
-    """Those along the last axis, whose size is a power of two, in order."""
-    if x.shape[-1] == 1:
-        return [x.reshape(x.shape[:-1])]
-    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    even, odd = (_parts(part) for part in jnp.unstack(pairs, axis=-1))
-    return [part for pair in zip(even, odd, strict=True) for part in pair]
-
-
-def _start(values: list[Array], bits: int, centre: float) -> Array:
+def start_of(values: list[Array], bits: int, centre: float) -> Array:
     """Where sums of products start: less what is on the values' way, and the centre of codes."""
     start = jnp.zeros_like(values[0])
     for value, offset in zip(values, offsets(bits), strict=True):
@@ -170,11 +162,12 @@ def _start(values: list[Array], bits: int, centre: float) -> Array:
     return start
 
 
-def _sum(values: list[Array]) -> Array:
-    total = values[0]
+def total(values: list[Array]) -> Array:
+    """Their sum."""
+    result = values[0]
     for value in values[1:]:
-        total = total + value
-    return total
+        result = result + value
+    return result
 
 
 def _squares(values: list[Array], total: Array) -> Array:
@@ -193,7 +186,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
         first: output of the program.
         sums: for each of as many outputs as are met at once [outputs, units].
     """
-    together = sums[0][..., None] if len(sums) == 1 else _stacked(sums)
+    together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
     size = together.shape[0], len(sums)
     output = first + size[0] * iota(size, 1) + iota(size, 0)
     plt.store(
@@ -203,7 +196,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
     )
 
 
-def _stacked(arrays: list[Array]) -> Array:
+def stacked(arrays: list[Array]) -> Array:
     """Along a last axis, in order; as many as a power of two."""
     shape = arrays[0].shape
     while len(arrays) > 1:

@@ -7,6 +7,7 @@ are made part by part, so that no more than `PART_BYTES` are in bfloat16 at a ti
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ def product(x: Float[Array, "M I"], piece: Piece, config: Unpacked) -> Float[Arr
     count = _outputs_of_a_part(shape, config)
 
     def part(first: Int[Array, ""]) -> Float[Array, "M o"]:
-        weight = _matrix(piece, first, count, config)
+        weight = matrix(piece, first, count, config)
         return jnp.einsum("mi,oi->mo", x, weight, preferred_element_type=shape.dtype)
 
     if count == shape.outputs:
@@ -50,7 +51,7 @@ def _outputs_of_a_part(shape: Shape, config: Unpacked) -> int:
     return min(shape.outputs, max(config.outputs, most))
 
 
-def _matrix(
+def matrix(
     piece: Piece, first: Int[Array, ""], count: int, config: Unpacked
 ) -> Float[Array, "o I"]:
     """Numbers of so many outputs from the first on, in bfloat16.
@@ -70,7 +71,7 @@ def _matrix(
             pl.program_id(axis) * size + iota(block, axis) for axis, size in enumerate(block)
         )
         output, group = first_ref[()] + row, unit // shape.group_units
-        mask = shape.mask(block, output, unit)
+        mask = dataclasses.replace(shape, outputs=count).mask(block, row, unit)
         scales = per_group(scale_ref, output, group, mask)
         offset = None
         if len(arrays) > 2:

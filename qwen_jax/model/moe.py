@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.expert_dispatch import expert_dispatch
+from pallas_kernels.expert_dispatch import SharedExpert, expert_dispatch
 
 from ..config import QwenConfig
 from .layers import MLP, Linear, parameter
@@ -23,14 +23,20 @@ class Experts(nnx.Module):
         self.gate_up_proj = parameter((experts, 2 * hidden, width), dtype)
         self.down_proj = parameter((experts, width, hidden), dtype)
 
-    def __call__(self, x: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], routing: Routing, shared: SharedExpert | None = None
+    ) -> Float[Array, "B T D"]:
+        """Float32: the weighted sum, and what the shared expert adds if one is given."""
         tokens, slots = x.shape[0] * x.shape[1], routing.ids.shape[-1]
         mixed = expert_dispatch(
-            x.reshape(tokens, -1).astype(self.dtype),
+            x.reshape(tokens, -1),
             routing.ids.reshape(tokens, slots),
             routing.weights.reshape(tokens, slots),
             self.gate_up_proj[...],
             self.down_proj[...],
+            shared,
+            inner_dtype=self.dtype,
+            dtype="float32",
             implementation=self.implementation,
         )
         return mixed.reshape(x.shape)
@@ -39,7 +45,7 @@ class Experts(nnx.Module):
 class SparseMoE(nnx.Module):
     """Route, run the chosen experts, add the shared expert under its own gate.
 
-    Returns the routing beside the result.
+    Returns the result in float32, and the routing.
     """
 
     def __init__(self, config: QwenConfig, layer: int):
@@ -62,8 +68,23 @@ class SparseMoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Routing]:
         experts = self.experts.gate_up_proj.shape[0]
         routing = without_padding(self.gate(x, context), context.valid, experts)
-        y = self.experts(x, routing)
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            shared, strength = self.shared_expert.beside(x, self.shared_expert_gate)
-            y = y + jnp.broadcast_to(jax.nn.sigmoid(strength), x.shape) * shared
-        return y, routing
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return self.experts(x, routing), routing
+        if (shared := self._as_one_operation()) is not None:
+            return self.experts(x, routing, shared), routing
+        y, strength = self.shared_expert.beside(x, self.shared_expert_gate)
+        strength = jax.nn.sigmoid(strength.astype(jnp.float32))
+        y = jnp.broadcast_to(strength, y.shape) * y.astype(jnp.float32)
+        return self.experts(x, routing) + y, routing
+
+    def _as_one_operation(self) -> SharedExpert | None:
+        """The shared expert's weights, to be one more slot of the others.
+
+        None where something stands in a module's place: it must see what the module would.
+        """
+        parts, gate = self.shared_expert, self.shared_expert_gate
+        linears = [gate, *(getattr(parts, f"{name}_proj") for name in ("gate", "up", "down"))]
+        if type(self.experts) is not Experts or any(type(each) is not Linear for each in linears):
+            return None
+        weight, *projections = (linear.weight[...] for linear in linears)
+        return SharedExpert(*projections, weight)
