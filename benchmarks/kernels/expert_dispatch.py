@@ -247,7 +247,7 @@ class Calls:
         different = np.mean([len(np.unique(np.asarray(each[0]))) for each in self.inputs])
         stacks = sum(leaf.nbytes for leaf in jax.tree.leaves((up, below)))
         own = sum(leaf.nbytes for leaf in jax.tree.leaves(shared))
-        return float(stacks * different / self.spec.experts + own
+        return float(stacks * different / self.spec.experts + own)
 
 
 def timed(calls: Calls, copy: float) -> dict[str, Any]:
