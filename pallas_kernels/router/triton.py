@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compat import Target, current_target, triton_refusals
+from .._compat import Target, triton_refusals
 from . import few_rows, reference
 from .config import FEW_ROWS, Config, heuristic
 from .reference import RouterOutput
@@ -55,7 +55,7 @@ def router(
         logits = reference.product(x, weight)
     else:
         if config is None:
-            config = heuristic(current_target().cores, rows, weight.shape[0])
+            config = heuristic(rows)
         logits = few_rows.product(x, weight, config)
     ids, weights = top_k(
         logits, bias, mask, valid, limit, temperature, slots=slots, renormalise=renormalise
