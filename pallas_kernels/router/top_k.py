@@ -46,7 +46,8 @@ def top_k(
         def read(ref: Any) -> Array:
             """A number an expert, of this row or of the only one."""
             at = jnp.full((block,), row if ref.shape[0] > 1 else 0, jnp.int32), expert
-            return plt.load(ref.at[at], mask=inside, other=None if inside is None else 0)
+            other = False if ref.dtype == jnp.bool_ else 0.0
+            return plt.load(ref.at[at], mask=inside, other=None if inside is None else other)
 
         scores = read(logits_ref)
         if "bias" in optional:
