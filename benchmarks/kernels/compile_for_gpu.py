@@ -39,6 +39,7 @@ OPERATIONS = (
     "dequant_matmul",
     "flash_attention",
     "rms_norm",
+    "router",
 )
 
 # Label, function, and shapes and dtypes of its arguments.

@@ -51,6 +51,7 @@ class SparseMoE(nnx.Module):
             config.num_experts_per_tok,
             dtype,
             renormalise=config.norm_topk_prob,
+            implementation=run,
         )
         hidden = config.width("moe_intermediate_size", layer)
         self.experts = Experts(config.num_experts, width, hidden, dtype, implementation=run)
@@ -61,7 +62,10 @@ class SparseMoE(nnx.Module):
         self, x: Float[Array, "B T D"], context: RouterContext
     ) -> tuple[Float[Array, "B T D"], Routing]:
         experts = self.experts.gate_up_proj.shape[0]
-        routing = without_padding(self.gate(x, context), context.valid, experts)
+        routing = self.gate(x, context)
+        # The model's own has done this already, in the same launch.
+        if type(self.gate) is not TopKRouter:
+            routing = without_padding(routing, context.valid, experts)
         y = self.experts(x, routing)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             strength = jax.nn.sigmoid(self.shared_expert_gate(x))
