@@ -65,9 +65,8 @@ SWEPT = {
     ],
     "64 rows, 8 of 256": [
         *((8, 4, parts, warps) for parts, warps in ((1, 4), (2, 4), (2, 8), (1, 2), (4, 4))),
-        *((8, 8, parts, warps) for parts, warps in ((1, 2), (1, 4), (2, 4), (4, 4))),
         *((4, 8, parts, warps) for parts, warps in ((1, 4), (2, 4), (1, 2))),
-        *((16, 4, parts, warps) for parts, warps in ((1, 4), (2, 4), (4, 4))),
+        *((16, 2, parts, warps) for parts, warps in ((1, 4), (2, 4), (4, 4))),
         *((8, 2, parts, warps) for parts, warps in ((1, 4), (2, 4), (1, 8))),
     ],
 }

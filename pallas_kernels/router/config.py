@@ -16,7 +16,7 @@ class Config:
 
     Attributes:
         rows: rows a program, a power of two.
-        experts: experts a warp, a power of two.
+        experts: experts a warp, a power of two; at most 32 pairs of row and expert.
         parts: warps that share the columns, a power of two.
         num_warps: warps a program; those that do not share columns have other experts.
     """

@@ -115,7 +115,7 @@ def _store(out_ref: Any, sums: tuple[Float[Array, "w p u"], ...], config: Config
     """
     rows, experts = out_ref.shape
     # Like the sums, so that nothing goes from thread to thread: a pair of row and expert a lane.
-    tile = (*sums[0].shape[:2], max(LANES, len(sums)))
+    tile = (*sums[0].shape[:2], LANES)
     pair = _iota(tile, 2)
     together = jnp.zeros(tile, jnp.float32)
     for index, total in enumerate(sums):

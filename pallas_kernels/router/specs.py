@@ -46,8 +46,8 @@ class Spec:
         read += self.experts * self.width * jnp.dtype(self.weight).itemsize
         return read + 4 * self.rows * (self.experts + 2 * self.slots)
 
-    def arguments(self) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-        """Shapes and dtypes of x, weight and the options."""
+    def arguments(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of x, weight and the options; None for one that is not given."""
         rows, all_experts = self.rows, (self.rows, self.experts)
         options = {
             "bias": (all_experts, jnp.float32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +88,11 @@ def check(spec: Spec, implementation: str | None, config: Config | None = None):
 
 
 CASES = {
-    "one row": Spec(1, 64, 8, 3),
+    "one row": Spec(1, 64, 8, 3, given=()),
     "60 experts": Spec(13, 600, 60, 4, renormalise=False, given=OPTIONS),
     "one row of options": Spec(5, 300, 37, 5, given=OPTIONS, shared_row=True),
-    "float32": Spec(5, 301, 19, 4, "bfloat16", "float32", given=("mask", "limit")),
-    "all experts": Spec(3, 40, 7, 7, given=()),
-    "one expert": Spec(3, 5, 1, 1, given=("valid",)),
+    "all experts, float32": Spec(3, 301, 7, 7, "bfloat16", "float32", given=("mask", "limit")),
+    "one expert": Spec(3, 5, 1, 1),
     "many rows": Spec(FEW_ROWS + 6, 32, 12, 3, given=("valid", "bias")),
 }
 
@@ -108,7 +108,7 @@ def test_interpreted_kernels_follow_the_rule(name):
         check(CASES[name], "triton")
 
 
-CUTS = [Config(2, 2, 1, 2), Config(4, 1, 2, 4), Config(1, 4, 2, 2), Config(2, 1, 4, 4)]
+CUTS = [Config(2, 2, 1, 2), Config(4, 1, 2, 4)]
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
@@ -116,7 +116,7 @@ def test_ways_to_cut_the_product(monkeypatch, config):
     """Three blocks or more of rows, experts and columns, the last ones short, in a loop."""
     monkeypatch.setattr(few_rows, "UNROLLED", 8 * config.rows * config.experts)
     with interpreted():
-        check(Spec(9, 2100 if config.parts > 1 else 600, 27, 4), None, config)
+        check(Spec(9, 1300 if config.parts > 1 else 600, 27, 4), None, config)
 
 
 ON_GPU = CASES | {
@@ -131,7 +131,7 @@ def test_kernels_on_a_gpu_follow_the_rule(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CUTS, ids=str)
+@pytest.mark.parametrize("config", [*CUTS, Config(1, 4, 2, 2), Config(8, 4, 1, 4)], ids=str)
 def test_ways_to_cut_the_product_on_a_gpu(config):
     check(Spec(9, 2100, 27, 4), None, config)
     check(Spec(9, 4100, 27, 4, weight="float32"), None, config)
@@ -312,7 +312,7 @@ def test_slots_that_have_no_meaning(slots):
     ],
 )
 def test_options_that_have_no_meaning(option, shape, dtype, reason):
-    arrays = [None] * len(OPTIONS)
+    arrays: list[Any] = [None] * len(OPTIONS)
     arrays[OPTIONS.index(option)] = jnp.zeros(shape, dtype)
     with pytest.raises(ExceptionGroup, match=reason):
         api.OPERATION(
