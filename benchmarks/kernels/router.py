@@ -35,7 +35,7 @@ from pallas_kernels.router.reference import RouterOutput
 from pallas_kernels.router.specs import OPTIONS, SPECS, Spec
 from pallas_kernels.router.top_k import top_k
 
-SECONDS = 200
+SECONDS = 300
 ROTATED_BYTES = 110e6
 MOST_CALLS = 128
 TIMED = (
