@@ -17,6 +17,7 @@ import jaxtyping
 
 _KINDS = {
     jaxtyping.Float: ("floating point", lambda dtype: jnp.issubdtype(dtype, jnp.floating)),
+    jaxtyping.Bool: ("bool", lambda dtype: dtype == jnp.bool_),
     jaxtyping.Int: ("int32", lambda dtype: dtype == jnp.int32),
     jaxtyping.UInt: ("uint32", lambda dtype: dtype == jnp.uint32),
     jaxtyping.Real: ("numbers", lambda dtype: jnp.issubdtype(dtype, jnp.number)),

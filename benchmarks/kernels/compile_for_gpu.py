@@ -40,6 +40,7 @@ OPERATIONS = (
     "expert_dispatch",
     "flash_attention",
     "rms_norm",
+    "router",
 )
 
 # Label, function, and shapes and dtypes of its arguments.

@@ -57,6 +57,7 @@ class SparseMoE(nnx.Module):
             config.num_experts_per_tok,
             dtype,
             renormalise=config.norm_topk_prob,
+            implementation=run,
         )
         hidden = config.width("moe_intermediate_size", layer)
         self.experts = Experts(config.num_experts, width, hidden, dtype, implementation=run)
@@ -67,7 +68,10 @@ class SparseMoE(nnx.Module):
         self, x: Float[Array, "B T D"], context: RouterContext
     ) -> tuple[Float[Array, "B T D"], Routing]:
         experts = self.experts.gate_up_proj.shape[0]
-        routing = without_padding(self.gate(x, context), context.valid, experts)
+        routing = self.gate(x, context)
+        # The model's own has done this already, in the same launch.
+        if type(self.gate) is not TopKRouter:
+            routing = without_padding(routing, context.valid, experts)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return self.experts(x, routing), routing
         if (shared := self._as_one_operation()) is not None:
