@@ -19,6 +19,14 @@ from .step import decode_step
 
 STEPS_BETWEEN_LOOKS = 16
 
+LOOP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+"""For `jax.jit(..., compiler_options=LOOP_OPTIONS)` around a decode loop: on an NVIDIA GPU the loop
+is one CUDA graph, whose predicate the device reads itself; by default XLA asks the host each step.
+Other devices take no notice."""
+
 
 def decode_loop(
     model: CausalLM,
@@ -64,7 +72,12 @@ start = jax.jit(init_state, static_argnames=("capacity", "sample"))
 """`init_state` compiled; give `capacity`, and arrays for the rest."""
 
 
-@functools.partial(jax.jit, static_argnames=("sample",), donate_argnames=("cache", "state"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("sample",),
+    donate_argnames=("cache", "state"),
+    compiler_options=LOOP_OPTIONS,
+)
 def run_steps(
     model: CausalLM | FlatModel,
     cache: Cache,

@@ -154,7 +154,10 @@ class Embedding(nnx.Module):
 def _rows(table: Real[Array, "V *d"], tokens: Int[Array, "B T"]) -> Real[Array, "B T *d"]:
     """Rows of an array; NaN, or 0 for integers, where there is none."""
     fill = jnp.nan if jnp.issubdtype(table.dtype, jnp.floating) else 0
-    return table.at[tokens].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+    # Flat rows: XLA could move a transposition of the chosen ones to the whole table.
+    flat = table.reshape(table.shape[0], -1)
+    rows = flat.at[tokens].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+    return rows.reshape(*tokens.shape, *table.shape[1:])
 
 
 class RMSNorm(nnx.Module):
