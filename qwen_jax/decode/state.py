@@ -4,7 +4,6 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
