@@ -30,8 +30,8 @@ from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import Chain
 from pallas_kernels.dequant_matmul import layout
 from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.expert_dispatch import combine, sorting
 from pallas_kernels.expert_dispatch import many_tokens as kernels
-from pallas_kernels.expert_dispatch import sorting
 from pallas_kernels.expert_dispatch.many_tokens_config import Grouped, ManyTokens, heuristic
 
 SECONDS = 240
@@ -220,7 +220,7 @@ def parts(case: Case, config: ManyTokens, arrays: Arrays) -> dict[str, tuple[Any
             (made, tiles, down),
         ),
         "sum": (
-            lambda y, ids, weights: kernels.summed(y, ids, weights, case.experts),
+            lambda y, ids, weights: combine.summed(y, ids, weights, case.experts, jnp.float32),
             (y, ids, weights),
         ),
     }

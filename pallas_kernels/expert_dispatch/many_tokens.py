@@ -20,7 +20,7 @@ from ..dequant_matmul.config import Unpacked
 from ..dequant_matmul.pieces import Piece
 from ..dequant_matmul.qtensor import QTensor
 from ..dequant_matmul.triton import dequant_matmul
-from . import grouped, sorting
+from . import combine, grouped, sorting
 from .grouped import Part
 from .many_tokens_config import ManyTokens
 from .shared import SharedExpert
@@ -45,10 +45,9 @@ def many_tokens(
     x = x.astype(inner_dtype)
     tiles = sorting.sort(ids, down_proj.shape[0], config.rows)
     made = gated(x, ids.shape[1], tiles, gate_up_proj, config)
-    y = summed(down(made, tiles, down_proj, config), ids, weights, down_proj.shape[0])
-    if shared is not None:
-        y = y + _shared_expert(x, shared)
-    return y.astype(dtype)
+    y = down(made, tiles, down_proj, config)
+    beside = None if shared is None else _shared_expert(x, shared)
+    return combine.summed(y, ids, weights, down_proj.shape[0], dtype, beside)
 
 
 def gated(
@@ -97,25 +96,6 @@ def down(
     return _in_parts(weight, config, run)
 
 
-def summed(
-    y: Float[Array, "S D"],
-    ids: Int[Array, "M A"],
-    weights: Float[Array, "M A"],
-    experts: int,
-) -> Float[Array, "M D"]:
-    """Weighted sum over each token's slots, in float32.
-
-    Args:
-        y: of each slot; those that are not filled hold whatever was in memory.
-        ids: experts of slots.
-        weights: of slots.
-        experts: E.
-    """
-    filled = ((ids >= 0) & (ids < experts))[..., None]
-    wide = y.reshape(*ids.shape, -1).astype(jnp.float32)
-    return jnp.sum(jnp.where(filled, wide * weights[..., None], 0.0), axis=1)
-
-
 def _in_parts(
     weight: Float[Array, "E O I"] | QTensor,
     config: ManyTokens,
@@ -160,12 +140,13 @@ def _made(weight: QTensor, start: Int[Array, ""], first: int, count: int) -> Par
     return Part(Plain(inputs), [matrices], first, count, count == experts)
 
 
-def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array, "M D"]:
-    """Its output times its strength: products of all tokens, as of any layer."""
+def _shared_expert(
+    x: Float[Array, "M D"], shared: SharedExpert
+) -> tuple[Float[Array, "M D"], Float[Array, "M 1"]]:
+    """Its output and the logits of its strength: products of all tokens, as of any layer."""
     gate, up = (_product(x, weight) for weight in (shared.gate_proj, shared.up_proj))
-    strength = jax.nn.sigmoid(_product(x, shared.gate))
-    y = _product((jax.nn.silu(gate) * up).astype(x.dtype), shared.down_proj)
-    return jnp.broadcast_to(strength, y.shape) * y
+    made = (jax.nn.silu(gate) * up).astype(x.dtype)
+    return _product(made, shared.down_proj), _product(x, shared.gate)
 
 
 def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:

@@ -1,8 +1,9 @@
-"""Slots sorted by expert and cut into tiles of one expert each, in two launches.
+"""Slots sorted by expert and cut into tiles of one expert each, in three launches.
 
-The first counts the experts of each block of slots. In the second each block knows from these
-counts where its slots of every expert begin, and places them in their order; it also writes its
-share of the list of tiles. Nothing is added to by two programs.
+The first counts the experts of each block of slots, and ranks each slot among those of its expert
+and block. The second sums the counts: where each block's slots of each expert begin, and the list
+of tiles. The third places the slots. Nothing is added to by two programs, and no program waits for
+more than a few steps of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from .._compat import triton_call
 from ..dequant_matmul.operands import iota, load
 
-# Slots a program.
-BLOCK = 512
+# Slots a program: few while there are few programs, and no more than are compared with each other.
+SMALLEST_BLOCK, LARGEST_BLOCK = 128, 512
+BLOCKS = 128
 # Numbers that a program compares at once.
 AT_ONCE = 8192
 WARPS = 8
@@ -51,66 +53,139 @@ def tile_count(slots: int, experts: int, rows: int) -> int:
 
 def sort(ids: Int[Array, "M A"], experts: int, rows: int) -> Tiles:
     """Tiles of at most so many rows; ids outside 0..experts - 1 are left out."""
-    slots = ids.size
-    blocks, tiles = pl.cdiv(slots, BLOCK), tile_count(slots, experts, rows)
-    flat = ids.reshape(slots)
-    counts = _counts(flat, experts, blocks)
-    whole = jax.ShapeDtypeStruct((slots,), jnp.int32)
-    of_tile = jax.ShapeDtypeStruct((tiles,), jnp.int32)
-    share = pl.cdiv(tiles, blocks)
-
-    def kernel(ids_ref: Any, counts_ref: Any, slot_ref: Any, *tile_refs: Any) -> None:
-        block = pl.program_id(0)
-        all_slots, before = _sums(counts_ref, block, blocks)
-        last = jnp.cumsum(all_slots, dtype=jnp.int32)
-        _place(ids_ref, slot_ref, block * BLOCK, slots, experts, last - all_slots + before)
-        _write_tiles(tile_refs, block * share, share, tiles, rows, all_slots, last)
-
-    return Tiles(
-        *triton_call(
-            kernel,
-            num_warps=WARPS,
-            num_stages=1,
-            name="expert_dispatch_sort",
-            grid=(blocks,),
-            out_shape=(whole, of_tile, of_tile, of_tile),
-        )(flat, counts)
-    )
+    flat = ids.reshape(ids.size)
+    block = block_size(flat.size)
+    counts, rank = _counts(flat, experts, block)
+    begin, *tiles = _sums(counts, flat.size, experts, rows)
+    return Tiles(_placed(flat, begin, rank, experts, block), *tiles)
 
 
-def _counts(flat: Int[Array, " S"], experts: int, blocks: int) -> Int[Array, "b e"]:
-    """Slots of each expert in each block; experts are filled up to a power of two."""
-    wide = _power_of_two(experts)
-    chunk = _chunk(wide)
+def block_size(slots: int) -> int:
+    """Slots a program."""
+    return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, _power_of_two(pl.cdiv(slots, BLOCKS))))
 
-    def kernel(ids_ref: Any, counts_ref: Any) -> None:
-        block = pl.program_id(0)
-        counts = jnp.zeros((chunk, wide), jnp.int32)
-        for start in range(0, BLOCK, chunk):
-            index = block * BLOCK + start + iota((chunk, 1), 0)
-            expert = _experts(ids_ref, index, flat.size, experts)
-            counts += (expert == iota((chunk, wide), 1)).astype(jnp.int32)
-        row = jnp.full((wide,), block, jnp.int32)
+
+def _counts(
+    flat: Int[Array, " S"], experts: int, block: int
+) -> tuple[Int[Array, "b e"], Int[Array, " S"]]:
+    """Slots of each expert in each block, and how many of them are before each slot.
+
+    Experts are filled up to a power of two.
+    """
+    slots, wide = flat.size, _power_of_two(experts)
+    chunk = max(1, min(block, AT_ONCE // max(wide, block)))
+
+    def kernel(ids_ref: Any, counts_ref: Any, rank_ref: Any) -> None:
+        first = pl.program_id(0) * block
+        own = first + iota((block, 1), 0)
+        expert, _ = _experts(ids_ref, own, slots, experts)
+
+        def step(index: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            start = first + index * chunk
+            one, _ = _experts(ids_ref, start + iota((chunk, 1), 0), slots, experts)
+            counts = sums[0] + (one == iota((chunk, wide), 1)).astype(jnp.int32)
+            slot = start + iota((1, chunk), 1)
+            other, _ = _experts(ids_ref, slot, slots, experts)
+            before = (expert == other) & (slot < own)
+            return counts, sums[1] + before.astype(jnp.int32)
+
+        nothing = jnp.zeros((chunk, wide), jnp.int32), jnp.zeros((block, chunk), jnp.int32)
+        counts, before = jax.lax.fori_loop(0, block // chunk, step, nothing)
+        row = jnp.full((wide,), pl.program_id(0), jnp.int32)
         plt.store(counts_ref.at[row, jax.lax.iota(jnp.int32, wide)], jnp.sum(counts, axis=0))
+        slot = first + jax.lax.iota(jnp.int32, block)
+        plt.store(rank_ref.at[slot], jnp.sum(before, axis=1), mask=slot < slots)
 
+    blocks = pl.cdiv(slots, block)
     return triton_call(
         kernel,
         num_warps=WARPS,
         num_stages=1,
         name="expert_dispatch_count",
         grid=(blocks,),
-        out_shape=jax.ShapeDtypeStruct((blocks, wide), jnp.int32),
+        out_shape=(
+            jax.ShapeDtypeStruct((blocks, wide), jnp.int32),
+            jax.ShapeDtypeStruct((slots,), jnp.int32),
+        ),
     )(flat)
 
 
-def _experts(ids_ref: Any, index: Int[Array, "..."], slots: int, experts: int) -> Int[Array, "..."]:
-    """Experts of slots; -1 for empty ones and behind the last."""
-    ids = plt.load(ids_ref.at[index], mask=index < slots, other=-1)
+def _sums(
+    counts: Int[Array, "b e"], slots: int, experts: int, rows: int
+) -> tuple[Int[Array, "b e"], Int[Array, " t"], Int[Array, " t"], Int[Array, " t"]]:
+    """Places of each block's first slot of each expert; and of tiles experts, places and rows."""
+    blocks, wide = counts.shape
+    tiles = tile_count(slots, experts, rows)
+    share = pl.cdiv(tiles, blocks)
+
+    def kernel(counts_ref: Any, begin_ref: Any, *tile_refs: Any) -> None:
+        block = pl.program_id(0)
+        all_slots, before = _all_and_before(counts_ref, block, blocks)
+        last = jnp.cumsum(all_slots, dtype=jnp.int32)
+        row = jnp.full((wide,), block, jnp.int32)
+        begin = last - all_slots + before
+        plt.store(begin_ref.at[row, jax.lax.iota(jnp.int32, wide)], begin)
+        _write_tiles(tile_refs, block * share, share, tiles, rows, all_slots, last)
+
+    of_tile = jax.ShapeDtypeStruct((tiles,), jnp.int32)
+    return triton_call(
+        kernel,
+        num_warps=WARPS,
+        num_stages=1,
+        name="expert_dispatch_tiles",
+        grid=(blocks,),
+        out_shape=(jax.ShapeDtypeStruct((blocks, wide), jnp.int32), of_tile, of_tile, of_tile),
+    )(counts)
+
+
+def _placed(
+    flat: Int[Array, " S"],
+    begin: Int[Array, "b e"],
+    rank: Int[Array, " S"],
+    experts: int,
+    block: int,
+) -> Int[Array, " S"]:
+    """Slots by place.
+
+    Args:
+        flat: experts of slots.
+        begin: places of each block's first slot of each expert.
+        rank: of each slot among those of its block and expert.
+        experts: E.
+        block: slots of a block.
+    """
+    slots = flat.size
+
+    def kernel(ids_ref: Any, begin_ref: Any, rank_ref: Any, slot_ref: Any) -> None:
+        slot = pl.program_id(0) * SMALLEST_BLOCK + jax.lax.iota(jnp.int32, SMALLEST_BLOCK)
+        expert, filled = _experts(ids_ref, slot, slots, experts)
+        row = jax.lax.div(slot, jnp.int32(block))
+        place = load(begin_ref, row, expert, mask=filled) + load(rank_ref, slot, mask=filled)
+        # What is not stored needs an index of its own: the interpreter writes what was there.
+        plt.store(slot_ref.at[jnp.where(filled, place, slots)], slot, mask=filled)
+
+    return triton_call(
+        kernel,
+        num_warps=SMALLEST_BLOCK // 32,
+        num_stages=1,
+        name="expert_dispatch_place",
+        grid=(pl.cdiv(slots, SMALLEST_BLOCK),),
+        out_shape=jax.ShapeDtypeStruct((slots,), jnp.int32),
+    )(flat, begin, rank)
+
+
+def _experts(
+    ids_ref: Any, slot: Int[Array, "..."], slots: int, experts: int
+) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:
+    """Experts of slots, -1 for empty ones and behind the last; and which are not."""
+    ids = plt.load(ids_ref.at[slot], mask=slot < slots, other=-1)
     filled = (ids >= 0) & (ids < experts)
-    return jnp.where(filled, ids, -1).astype(jnp.int32)
+    return jnp.where(filled, ids, -1).astype(jnp.int32), filled
 
 
-def _sums(counts_ref: Any, block: Any, blocks: int) -> tuple[Int[Array, " e"], Int[Array, " e"]]:
+def _all_and_before(
+    counts_ref: Any, block: Any, blocks: int
+) -> tuple[Int[Array, " e"], Int[Array, " e"]]:
     """For each expert: slots of all blocks, and of those before this one."""
     wide = counts_ref.shape[1]
     size = min(_chunk(wide), _power_of_two(blocks)), wide
@@ -123,41 +198,6 @@ def _sums(counts_ref: Any, block: Any, blocks: int) -> tuple[Int[Array, " e"], I
     nothing = jnp.zeros(size, jnp.int32)
     sums = jax.lax.fori_loop(0, pl.cdiv(blocks, size[0]), add, (nothing, nothing))
     return jnp.sum(sums[0], axis=0), jnp.sum(sums[1], axis=0)
-
-
-def _place(
-    ids_ref: Any, slot_ref: Any, first: Any, slots: int, experts: int, place: Int[Array, " e"]
-) -> None:
-    """Write the slots of a block where they belong.
-
-    Args:
-        ids_ref: experts of all slots.
-        slot_ref: slots by place.
-        first: slot of the block.
-        slots: number of all.
-        experts: E.
-        place: of the block's first slot of each expert.
-    """
-    (wide,) = place.shape
-    chunk = _chunk(wide)
-
-    def step(index: Any, place: Array) -> Array:
-        start = first + index * chunk
-        slot, other = start + iota((chunk, 1), 0), start + iota((1, chunk), 1)
-        expert = _experts(ids_ref, slot, slots, experts)
-        others = _experts(ids_ref, other, slots, experts)
-        rank = jnp.sum(((expert == others) & (other < slot)).astype(jnp.int32), axis=1)
-        own = expert == iota((chunk, wide), 1)
-        at = jnp.sum(jnp.where(own, place[None, :], 0), axis=1) + rank
-        filled = jnp.sum(own.astype(jnp.int32), axis=1) > 0
-        plt.store(
-            slot_ref.at[jnp.where(filled, at, slots)],
-            start + jax.lax.iota(jnp.int32, chunk),
-            mask=filled,
-        )
-        return place + jnp.sum(own.astype(jnp.int32), axis=0)
-
-    jax.lax.fori_loop(0, BLOCK // chunk, step, place)
 
 
 def _write_tiles(
@@ -209,7 +249,7 @@ def _write_tiles(
 
 
 def _chunk(wide: int) -> int:
-    """Slots that are compared with so many experts at once."""
+    """Rows that are compared with so many experts at once."""
     return max(16, min(64, AT_ONCE // wide))
 
 

@@ -193,11 +193,11 @@ def abstract(tokens: int, sizes: Sizes):
 @pytest.mark.parametrize(
     ("tokens", "sizes", "launches"),
     [
-        (65, Sizes(), 4),
-        (512, Sizes(bits=4, group=32, zero=True), 4),
+        (65, Sizes(), 6),
+        (512, Sizes(bits=4, group=32, zero=True), 6),
         # Parts of 64 experts of the first stack, and of 128 of the second.
-        (8192, Sizes(zero=True), 2 + 2 * (4 + 2)),
-        (8192, Sizes(bits=16), 4),
+        (8192, Sizes(zero=True), 4 + 2 * (4 + 2)),
+        (8192, Sizes(bits=16), 6),
     ],
 )
 def test_lowers_for_cuda(tokens, sizes, launches):
