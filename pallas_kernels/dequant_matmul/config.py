@@ -22,11 +22,13 @@ class FewRows:
         outputs: outputs a program, a power of two, at least `outputs_at_once`.
         units: units of each that are read at once, one a thread: a power of two.
         num_warps: warps a program.
+        turns: of a loop over the outputs, a power of two, see `turns`.
     """
 
-    outputs: int = 8
+    outputs: int = 4
     units: int = 64
     num_warps: int = 2
+    turns: int = 1
 
     @property
     def outputs_at_once(self) -> int:

@@ -8,6 +8,7 @@ it is one slot only, and may have other bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,10 +21,10 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
+from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
-from .turns import products_in_turns
 
 
 def summed(
@@ -116,7 +117,6 @@ def _routed(
         strength = load(weights_ref, tokens, slot, mask=exists)
         used = all_of(cut.tile, expert >= 0, expert < experts, exists)
         expert = jnp.where(used, expert, 0)
-        prepared = matrix.prepared(inputs_of_units(made_ref, token * slots, units, step, matrix))
 
         def read(turn: Any) -> list[Any]:
             found = []
@@ -128,10 +128,12 @@ def _routed(
                 found.append(matrix.read(refs, expert * width + output, unit, mask))
             return found
 
-        def products(read: list[Any]) -> list[Array]:
-            return [matrix.product(each, prepared, strength, used) for each in read]
+        def prepared() -> Callable[[list[Any]], list[Array]]:
+            values = inputs_of_units(made_ref, token * slots, units, step, matrix)
+            found = matrix.prepared(values)
+            return lambda read: [matrix.product(each, found, strength, used) for each in read]
 
-        made = products_in_turns(cut.turns, cut.outputs_a_turn, read, products, cut.tile)
+        made = products_in_turns(cut.turns, cut.outputs_a_turn, read, prepared, cut.tile)
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, cut.turns * cut.outputs_a_turn)

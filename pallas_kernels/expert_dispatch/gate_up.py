@@ -7,6 +7,7 @@ more bits. An empty slot's numbers are not written, and must not be read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,10 +20,10 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota
 from ..dequant_matmul.qtensor import QTensor
+from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
-from .turns import products_in_turns
 
 
 def gated(
@@ -135,7 +136,6 @@ def _made(
 
     def add(step: Any, sums: list[Array]) -> list[Array]:
         _, unit, exists = units.at(step, cut.tile)
-        values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
 
         def read(turn: Any) -> list[Any]:
             found = []
@@ -147,10 +147,11 @@ def _made(
                 found += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
             return found
 
-        def products(read: list[Any]) -> list[Array]:
-            return [matrix.product(each, values) for each in read]
+        def prepared() -> Callable[[list[Any]], list[Array]]:
+            values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
+            return lambda read: [matrix.product(each, values) for each in read]
 
-        made = products_in_turns(cut.turns, 2 * cut.outputs_a_turn, read, products, cut.tile)
+        made = products_in_turns(cut.turns, 2 * cut.outputs_a_turn, read, prepared, cut.tile)
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, 2 * cut.turns * cut.outputs_a_turn)
