@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
@@ -23,6 +22,7 @@ from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
 from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
+from .gate_up import store
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
 
@@ -69,13 +69,8 @@ def summed(
             total = total * of_made[2][token, 0]
         sums = _routed(matrix, of_made[0], refs[: matrix.count], routing, first, width, cut)
         if total is not None:
-            sums = sums + jnp.sum(total, axis=1)
-        output = first + jax.lax.iota(jnp.int32, cut.outputs)
-        plt.store(
-            refs[-1].at[jnp.full((cut.outputs,), token, jnp.int32), output],
-            sums.astype(dtype),
-            mask=output < width if width % cut.outputs else None,
-        )
+            sums = sums + jnp.sum(total, axis=1).reshape(sums.shape[::-1]).T
+        store(refs[-1], token, first, width, sums)
 
     return triton_call(
         kernel,
@@ -95,7 +90,7 @@ def _routed(
     first: Any,
     width: int,
     cut: Cut,
-) -> Float[Array, " o"]:
+) -> Float[Array, "o n"]:
     """Of the routed experts.
 
     Args:
@@ -138,7 +133,7 @@ def _routed(
 
     sums = units.over_steps(add, cut.turns * cut.outputs_a_turn)
     together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
-    return jnp.sum(together, axis=1).T.reshape(cut.outputs)
+    return jnp.sum(together, axis=1)
 
 
 def _shared(

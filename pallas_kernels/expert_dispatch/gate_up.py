@@ -81,7 +81,7 @@ def gated(
                 gate = expert * rows
                 parts = (routed_refs, gate), (routed_refs, gate + hidden)
                 made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut)
-                _store(refs[-1 if shared is None else -3], slot, first, hidden, made)
+                store(refs[-1 if shared is None else -3], slot, first, hidden, made)
 
         if shared is not None:
             of_gate, of_up = refs[: own.count], refs[own.count : 2 * own.count]
@@ -93,7 +93,7 @@ def gated(
                 token, first = program // shared_tiles, program % shared_tiles * shared_outputs
                 parts = (of_gate, 0), (of_up, 0)
                 made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut)
-                _store(refs[-2], token, first, shared_hidden, made)
+                store(refs[-2], token, first, shared_hidden, made)
 
             @pl.when((program >= tokens * shared_tiles) & (program < shared_programs))
             def _() -> None:
@@ -155,12 +155,11 @@ def _made(
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, 2 * cut.turns * cut.outputs_a_turn)
-    both = jnp.sum(stacked(sums), axis=1)
-    gate, up = jnp.unstack(both.reshape(cut.tile[0], -1, 2), axis=-1)
+    gate, up = (jnp.sum(stacked(sums[part::2]), axis=1) for part in range(2))
     return gate * jax.lax.logistic(gate) * up
 
 
-def _store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"]) -> None:
+def store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"]) -> None:
     """Write what a program made: its outputs are one behind the other along the first axis."""
     size = made.shape
     column = first + size[0] * iota(size, 1) + iota(size, 0)
