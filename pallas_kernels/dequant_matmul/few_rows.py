@@ -7,7 +7,7 @@ thread's values until their sums are added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from .layout import CENTRES, UNIT
 from .norm import Norm
 from .operands import Shape, iota, load, per_group, words
 from .pieces import Piece, launch
+from .turns import products_in_turns
 from .unit import multiplied, offsets
 
 # So many inputs a thread reads at once: 16 bytes.
@@ -82,35 +83,33 @@ def _product(
     steps = pl.cdiv(shape.units, config.units)
     codes_ref, *numbers = refs
     has_zero = len(numbers) > 1
-    centre = 0.0 if has_zero else CENTRES[shape.bits]
+    each = count // config.turns
 
     def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         sums, squares = carry
         unit = step * tile[1] + iota(tile, 1)
-        outputs = [first + index * tile[0] + iota(tile, 0) for index in range(count)]
         group = unit // shape.group_units
-        read = []
-        for output in outputs:
-            mask = shape.mask((config.outputs, tile[1]), output, unit)
-            found = [per_group(ref, output, group, mask) for ref in numbers]
-            read.append((words(shape, codes_ref, output, unit, mask), *found))
-        rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
-        if norm is not None:
-            squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
-            weight = _inputs(shape, shared[1], 0, tile, step)
-            rows = [list(map(norm.weighted, values, weight)) for values in rows]
-        starts = [start_of(values, shape.bits, centre) for values in rows]
-        totals = [total(values) for values in rows] if has_zero else []
-        found = []
-        for index, (codes, scales, *zeros) in enumerate(read):
-            products = [
-                multiplied(codes, values, start) for values, start in zip(rows, starts, strict=True)
-            ]
-            for row, product in enumerate(products):
-                if zeros:
-                    product = product - zeros[0] * totals[row]
-                found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
-        return found, squares
+
+        def read(turn: Any) -> list[Any]:
+            found = []
+            for place in range(each):
+                output = first + (turn * each + place) * tile[0] + iota(tile, 0)
+                mask = shape.mask((config.outputs, tile[1]), output, unit)
+                scales = [per_group(ref, output, group, mask) for ref in numbers]
+                found.append((words(shape, codes_ref, output, unit, mask), *scales))
+            return found
+
+        def prepared() -> Callable[[list[Any]], list[Array]]:
+            nonlocal squares
+            rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
+            if norm is not None:
+                squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
+                weight = _inputs(shape, shared[1], 0, tile, step)
+                rows = [list(map(norm.weighted, values, weight)) for values in rows]
+            return _products(shape.bits, has_zero, rows)
+
+        made = products_in_turns(config.turns, each * shape.rows, read, prepared, tile)
+        return [total + product for total, product in zip(sums, made, strict=True)], squares
 
     zeros = jnp.zeros(tile, jnp.float32)
     carry = [zeros] * (count * shape.rows), [] if norm is None else [zeros] * shape.rows
@@ -125,6 +124,33 @@ def _product(
             factor = jnp.broadcast_to(norm.factor(carry[1][row]), tile)
             sums = [each * factor for each in sums]
         _store(shape, out_ref, row, first, sums)
+
+
+def _products(
+    bits: int, has_zero: bool, rows: list[list[Array]]
+) -> Callable[[list[Any]], list[Float[Array, "o u"]]]:
+    """What makes products of units that were read, of each with all rows.
+
+    Args:
+        bits: of a code.
+        has_zero: whether groups have zero points.
+        rows: inputs of units, by value of a unit.
+    """
+    centre = 0.0 if has_zero else CENTRES[bits]
+    starts = [start_of(values, bits, centre) for values in rows]
+    totals = [total(values) for values in rows] if has_zero else []
+
+    def products(read: list[Any]) -> list[Array]:
+        found = []
+        for codes, scales, *zeros in read:
+            for row, values in enumerate(rows):
+                product = multiplied(codes, values, starts[row])
+                if zeros:
+                    product = product - zeros[0] * totals[row]
+                found.append(product * scales)
+        return found
+
+    return products
 
 
 def _inputs(

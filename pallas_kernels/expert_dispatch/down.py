@@ -8,21 +8,22 @@ it is one slot only, and may have other bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
+from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
-from .gate_up import UNROLLED
-from .matrix import Matrix, Units, arrays_of, inputs_of_units, matrix_of
+from .gate_up import store
+from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
 
 
@@ -60,17 +61,16 @@ def summed(
         token = pl.program_id(0) // tiles
         first = pl.program_id(0) % tiles * cut.outputs
         routing = ids_ref, weights_ref, token, slots, experts
-        sums = _routed(matrix, of_made[0], refs[: matrix.count], routing, first, width, cut)
+        total = None
         if shared is not None:
+            # In front: what it reads is on its way while experts' numbers are.
             own = matrix_of(shared.down_proj)
             total = _shared(own, of_made[1], refs[matrix.count : -1], token, first, width, cut)
-            sums = sums + total * of_made[2][token, 0]
-        output = first + jax.lax.iota(jnp.int32, cut.outputs)
-        plt.store(
-            refs[-1].at[jnp.full((cut.outputs,), token, jnp.int32), output],
-            sums.astype(dtype),
-            mask=output < width if width % cut.outputs else None,
-        )
+            total = total * of_made[2][token, 0]
+        sums = _routed(matrix, of_made[0], refs[: matrix.count], routing, first, width, cut)
+        if total is not None:
+            sums = sums + jnp.sum(total, axis=1).reshape(sums.shape[::-1]).T
+        store(refs[-1], token, first, width, sums)
 
     return triton_call(
         kernel,
@@ -90,7 +90,7 @@ def _routed(
     first: Any,
     width: int,
     cut: Cut,
-) -> Float[Array, " o"]:
+) -> Float[Array, "o n"]:
     """Of the routed experts.
 
     Args:
@@ -106,34 +106,34 @@ def _routed(
     units = Units(cut.tile, slots, matrix.units)
     tokens = jnp.full(cut.tile, token, jnp.int32)
 
-    def add(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(step: Any, sums: list[Array]) -> list[Array]:
         slot, unit, exists = units.at(step, cut.tile)
         expert = load(ids_ref, tokens, slot, mask=exists)
         strength = load(weights_ref, tokens, slot, mask=exists)
-        used = (expert >= 0) & (expert < experts)
-        if exists is not None:
-            used = used & exists
+        used = all_of(cut.tile, expert >= 0, expert < experts, exists)
         expert = jnp.where(used, expert, 0)
-        read = []
-        for start in range(0, cut.outputs, cut.outputs_at_once):
-            output = first + start + iota(cut.tile, 0)
-            mask = used & (output < width) if width % cut.outputs else used
-            read.append(matrix.read(refs, expert * width + output, unit, mask))
-        values = inputs_of_units(made_ref, token * slots, units, step, matrix, made_ref.dtype)
-        prepared = matrix.prepared(values)
-        return tuple(
-            matrix.add(each, prepared, total, strength, used)
-            for each, total in zip(read, sums, strict=True)
-        )
 
-    sums = (jnp.zeros(cut.tile, jnp.float32),) * (cut.outputs // cut.outputs_at_once)
-    if units.steps <= UNROLLED:
-        for step in range(units.steps):
-            sums = add(step, sums)
-    else:
-        sums = jax.lax.fori_loop(0, units.steps, add, sums)
-    together = sums[0][..., None] if len(sums) == 1 else stacked(list(sums))
-    return jnp.sum(together, axis=1).T.reshape(cut.outputs)
+        def read(turn: Any) -> list[Any]:
+            found = []
+            for place in range(cut.outputs_a_turn):
+                place += turn * cut.outputs_a_turn
+                output = first + place * cut.outputs_at_once + iota(cut.tile, 0)
+                inside = output < width if width % cut.outputs else None
+                mask = all_of(cut.tile, used, inside)
+                found.append(matrix.read(refs, expert * width + output, unit, mask))
+            return found
+
+        def prepared() -> Callable[[list[Any]], list[Array]]:
+            values = inputs_of_units(made_ref, token * slots, units, step, matrix)
+            found = matrix.prepared(values)
+            return lambda read: [matrix.product(each, found, strength, used) for each in read]
+
+        made = products_in_turns(cut.turns, cut.outputs_a_turn, read, prepared, cut.tile)
+        return [total + product for total, product in zip(sums, made, strict=True)]
+
+    sums = units.over_steps(add, cut.turns * cut.outputs_a_turn)
+    together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
+    return jnp.sum(together, axis=1)
 
 
 def _shared(
@@ -144,8 +144,8 @@ def _shared(
     first: Any,
     width: int,
     cut: Cut,
-) -> Float[Array, " o"]:
-    """Of the shared expert: all outputs are met at once, by as many threads as are left for each.
+) -> Float[Array, "o u"]:
+    """Of the shared expert, before the sum over units: all outputs are met at once, by as many threads as are left for each.
 
     Args:
         matrix: how its down projection is read.
@@ -160,12 +160,11 @@ def _shared(
     units = Units(tile, 1, matrix.units)
     output = first + iota(tile, 0)
 
-    def add(step: Any, sums: Array) -> Array:
-        _, unit, mask = units.at(step, tile)
-        if width % cut.outputs:
-            mask = output < width if mask is None else mask & (output < width)
+    def add(step: Any, sums: list[Array]) -> list[Array]:
+        _, unit, exists = units.at(step, tile)
+        mask = all_of(tile, exists, output < width if width % cut.outputs else None)
         read = matrix.read(refs, output, unit, mask)
-        values = inputs_of_units(made_ref, token, units, step, matrix, made_ref.dtype)
-        return matrix.add(read, matrix.prepared(values), sums)
+        values = inputs_of_units(made_ref, token, units, step, matrix)
+        return [sums[0] + matrix.product(read, matrix.prepared(values))]
 
-    return jnp.sum(jax.lax.fori_loop(0, units.steps, add, jnp.zeros(tile, jnp.float32)), axis=1)
+    return units.over_steps(add, 1)[0]

@@ -7,6 +7,7 @@ more bits. An empty slot's numbers are not written, and must not be read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +20,10 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota
 from ..dequant_matmul.qtensor import QTensor
+from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
-from .matrix import Matrix, Units, arrays_of, inputs_of_units, matrix_of
+from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
-
-UNROLLED = 2
 
 
 def gated(
@@ -42,7 +42,7 @@ def gated(
         ids: experts.
         gate_up_proj: of all experts.
         shared: expert.
-        dtype: to which inputs and results are rounded.
+        dtype: to which results are rounded.
         cut: how the work of slots is cut.
         shared_outputs: gates of the shared expert a program.
 
@@ -80,24 +80,25 @@ def gated(
             def _() -> None:
                 gate = expert * rows
                 parts = (routed_refs, gate), (routed_refs, gate + hidden)
-                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut, dtype)
-                _store(refs[-1 if shared is None else -3], slot, first, hidden, made)
+                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut)
+                store(refs[-1 if shared is None else -3], slot, first, hidden, made)
 
         if shared is not None:
             of_gate, of_up = refs[: own.count], refs[own.count : 2 * own.count]
-            shared_cut = Cut(shared_outputs, cut.units, cut.num_warps)
+            turns = shared_outputs // cut.outputs_at_once
+            shared_cut = Cut(shared_outputs, cut.units, cut.num_warps, turns)
 
             @pl.when(program < tokens * shared_tiles)
             def _() -> None:
                 token, first = program // shared_tiles, program % shared_tiles * shared_outputs
                 parts = (of_gate, 0), (of_up, 0)
-                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut, dtype)
-                _store(refs[-2], token, first, shared_hidden, made)
+                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut)
+                store(refs[-2], token, first, shared_hidden, made)
 
             @pl.when((program >= tokens * shared_tiles) & (program < shared_programs))
             def _() -> None:
                 token = program - tokens * shared_tiles
-                logit = _logit(x_ref, token, refs[2 * own.count], cut.num_warps, dtype)
+                logit = _logit(x_ref, token, refs[2 * own.count], cut.num_warps)
                 refs[-1][token, 0] = jax.lax.logistic(logit)
 
     programs = shared_programs + tokens * slots * tiles
@@ -120,7 +121,6 @@ def _made(
     first: Any,
     hidden: int,
     cut: Cut,
-    dtype: Any,
 ) -> Float[Array, "o n"]:
     """Silu(gate) * up of a program.
 
@@ -131,37 +131,35 @@ def _made(
         first: gate of the program.
         hidden: number of gates.
         cut: see there.
-        dtype: of inputs.
     """
     units = Units(cut.tile, 1, matrix.units)
-    indices = [
-        first + start + iota(cut.tile, 0) for start in range(0, cut.outputs, cut.outputs_at_once)
-    ]
 
-    def add(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(step: Any, sums: list[Array]) -> list[Array]:
         _, unit, exists = units.at(step, cut.tile)
-        read = []
-        for index in indices:
-            mask = exists
-            if hidden % cut.outputs:
-                mask = index < hidden if mask is None else mask & (index < hidden)
-            read += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
-        values = matrix.prepared(inputs_of_units(*x, units, step, matrix, dtype))
-        pairs = zip(read, sums, strict=True)
-        return tuple(matrix.add(each, values, total) for each, total in pairs)
 
-    sums = (jnp.zeros(cut.tile, jnp.float32),) * (2 * len(indices))
-    if units.steps <= UNROLLED:
-        for step in range(units.steps):
-            sums = add(step, sums)
-    else:
-        sums = jax.lax.fori_loop(0, units.steps, add, sums)
-    both = jnp.sum(stacked(list(sums)), axis=1)
-    gate, up = jnp.unstack(both.reshape(cut.tile[0], len(indices), 2), axis=-1)
+        def read(turn: Any) -> list[Any]:
+            found = []
+            for place in range(cut.outputs_a_turn):
+                place += turn * cut.outputs_a_turn
+                index = first + place * cut.outputs_at_once + iota(cut.tile, 0)
+                inside = index < hidden if hidden % cut.outputs else None
+                mask = all_of(cut.tile, exists, inside)
+                found += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
+            return found
+
+        def prepared() -> Callable[[list[Any]], list[Array]]:
+            values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
+            return lambda read: [matrix.product(each, values) for each in read]
+
+        made = products_in_turns(cut.turns, 2 * cut.outputs_a_turn, read, prepared, cut.tile)
+        return [total + product for total, product in zip(sums, made, strict=True)]
+
+    sums = units.over_steps(add, 2 * cut.turns * cut.outputs_a_turn)
+    gate, up = (jnp.sum(stacked(sums[part::2]), axis=1) for part in range(2))
     return gate * jax.lax.logistic(gate) * up
 
 
-def _store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"]) -> None:
+def store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"]) -> None:
     """Write what a program made: its outputs are one behind the other along the first axis."""
     size = made.shape
     column = first + size[0] * iota(size, 1) + iota(size, 0)
@@ -169,7 +167,7 @@ def _store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"
     plt.store(ref.at[jnp.full(size, row, jnp.int32), column], made.astype(ref.dtype), mask=mask)
 
 
-def _logit(x_ref: Any, token: Any, gate_ref: Any, num_warps: int, dtype: Any) -> Float[Array, ""]:
+def _logit(x_ref: Any, token: Any, gate_ref: Any, num_warps: int) -> Float[Array, ""]:
     """The product of a token and the one row of the gate."""
     width = x_ref.shape[1]
     block = min(1 << (width - 1).bit_length(), 32 * num_warps * 8)
@@ -178,7 +176,7 @@ def _logit(x_ref: Any, token: Any, gate_ref: Any, num_warps: int, dtype: Any) ->
         column = start + jax.lax.iota(jnp.int32, block)
         mask = column < width
         rows = jnp.full((block,), token, jnp.int32)
-        x = plt.load(x_ref.at[rows, column], mask=mask, other=0).astype(dtype)
+        x = plt.load(x_ref.at[rows, column], mask=mask, other=0)
         zeros = jnp.zeros_like(rows)
         gate = plt.load(gate_ref.at[zeros, column], mask=mask, other=0)
         total = total + x.astype(jnp.float32) * gate.astype(jnp.float32)

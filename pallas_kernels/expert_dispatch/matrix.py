@@ -7,13 +7,14 @@ A unit is 32 codes, or 16 bytes of numbers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compat import bfloat16_pair, multiply_add
+from .._compat import multiply_add
 from ..dequant_matmul.few_rows import start_of, total
 from ..dequant_matmul.layout import CENTRES, UNIT, unit_count
 from ..dequant_matmul.operands import Shape, load, per_group, words
@@ -22,6 +23,7 @@ from ..dequant_matmul.unit import multiplied
 from ..lanes import parts
 
 BYTES_AT_ONCE = 16
+UNROLLED = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,22 @@ class Units:
             return jnp.zeros_like(index), index, exists
         slot = jax.lax.div(index, self.units)
         return slot, jax.lax.rem(index, self.units), exists
+
+    def over_steps(
+        self, add: Callable[[Any, list[Array]], list[Array]], count: int
+    ) -> list[Float[Array, "o u"]]:
+        """So many sums over all steps.
+
+        Args:
+            add: (step, sums so far) -> sums.
+            count: of sums.
+        """
+        sums = [jnp.zeros(self.tile, jnp.float32)] * count
+        if self.steps > UNROLLED:
+            return jax.lax.fori_loop(0, self.steps, add, sums)
+        for step in range(self.steps):
+            sums = add(step, sums)
+        return sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,25 +118,21 @@ class Coded:
             total(values) if self.zero else None,
         )
 
-    def add(
+    def product(
         self,
         read: tuple[Any, ...],
         prepared: tuple[Any, ...],
-        sums: Float[Array, "o u"],
         strength: Float[Array, "o u"] | None = None,
         used: Bool[Array, "o u"] | None = None,
     ) -> Float[Array, "o u"]:
-        """Sums, and products of units of rows with their inputs, times the strength, where used."""
+        """Products of units of rows with their inputs, times the strength; zero where not used."""
         codes, scales, *zeros = read
         values, start, all_values = prepared
         product = multiplied(codes, values, start)
         if zeros:
             product = product - zeros[0] * all_values
-        if used is not None:
-            product = jnp.where(used, product, 0.0)
-        if strength is not None:
-            scales = scales * strength
-        return multiply_add(product, scales, sums)
+        product = product * (scales if strength is None else scales * strength)
+        return product if used is None else jnp.where(used, product, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,29 +173,33 @@ class Plain:
         """Inputs of units."""
         return values
 
-    def add(
+    def product(
         self,
         read: list[Float[Array, "o u"]],
         prepared: list[Float[Array, "o u"]],
-        sums: Float[Array, "o u"],
         strength: Float[Array, "o u"] | None = None,
         used: Bool[Array, "o u"] | None = None,
     ) -> Float[Array, "o u"]:
-        """See `Coded.add`."""
-        if strength is None and used is None:
-            product = sums
-        else:
-            product = jnp.zeros_like(sums)
-        for number, value in zip(read, prepared, strict=True):
+        """See `Coded.product`."""
+        product = read[0] * prepared[0]
+        for number, value in zip(read[1:], prepared[1:], strict=True):
             product = multiply_add(number, value, product)
-        if used is not None:
-            product = jnp.where(used, product, 0.0)
-        if strength is None:
-            return product if used is None else product + sums
-        return multiply_add(product, strength, sums)
+        if strength is not None:
+            product = product * strength
+        return product if used is None else jnp.where(used, product, 0.0)
 
 
 Matrix = Coded | Plain
+
+
+def all_of(tile: tuple[int, int], *masks: Any) -> Bool[Array, "o u"] | None:
+    """Where all of them are; None if there are none."""
+    result = None
+    for mask in masks:
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, tile)
+            result = mask if result is None else result & mask
+    return result
 
 
 def matrix_of(weight: Any) -> Matrix:
@@ -204,9 +222,9 @@ def arrays_of(weight: Any) -> list[Array]:
 
 
 def inputs_of_units(
-    ref: Any, first_row: Any, units: Units, step: Any, matrix: Matrix, dtype: Any
+    ref: Any, first_row: Any, units: Units, step: Any, matrix: Matrix
 ) -> list[Float[Array, "o u"]]:
-    """The inputs of a step's units, rounded, then in float32: by value of a unit.
+    """The inputs of a step's units, in float32, by value of a unit.
 
     Args:
         ref: rows of inputs.
@@ -214,7 +232,6 @@ def inputs_of_units(
         units: see there.
         step: which.
         matrix: that meets them.
-        dtype: to which they are rounded.
     """
     piece = min(BYTES_AT_ONCE // ref.dtype.itemsize, matrix.width)
     size = (*units.tile, piece)
@@ -227,8 +244,4 @@ def inputs_of_units(
             inside = column < matrix.inputs
             mask = inside if mask is None else mask & inside
         values += parts(load(ref, first_row + slot, column, mask=mask))
-    values = [value.astype(jnp.float32) for value in values]
-    if ref.dtype == dtype or dtype != jnp.bfloat16:
-        return values
-    pairs = zip(values[::2], values[1::2], strict=True)
-    return [value for pair in pairs for value in bfloat16_pair(*pair)]
+    return [value.astype(jnp.float32) for value in values]
