@@ -151,7 +151,6 @@ def test_a_large_matrix_is_made_part_by_part(monkeypatch):
     assert max(int(outputs) for outputs in made if outputs != "66") == 32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tiles(name):
     with interpreted():

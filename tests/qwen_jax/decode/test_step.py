@@ -35,7 +35,7 @@ def test_prefill_in_any_chunking_equals_one_pass(real, pieces):
     np.testing.assert_array_equal(cache.length, real.lengths)
 
 
-def test_token_by_token_equals_one_pass(real):
+def test_token_by_token_equals_one_pass(optimised, real):
     cache, worst = real.cache(), 0.0
     for step in range(real.lengths.max()):
         active = step < real.lengths

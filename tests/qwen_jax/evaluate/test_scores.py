@@ -18,7 +18,6 @@ from qwen_jax.evaluate.divergence import kl_terms
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
-@pytest.mark.slow
 def test_loss_of_the_demo_is_that_of_transformers(fast_compile, demo, demo_expected: Expected):
     """On one of the stored prompts."""
     prompt = Document("n200", np.array(demo_expected.prompts["n200"], np.int32))

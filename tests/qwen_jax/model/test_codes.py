@@ -155,7 +155,6 @@ def test_a_tied_head_and_biases(tokens):
     assert np.abs(actual - wanted).max() < 1e-4 * wanted.std()
 
 
-@pytest.mark.slow
 def test_without_a_cache_and_in_bfloat16(tokens):
     config = dataclasses.replace(QwenConfig.from_hf(CONFIG), dtype="bfloat16")
     model = coded(config)
