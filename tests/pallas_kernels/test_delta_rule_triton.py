@@ -146,9 +146,9 @@ def test_interpreted_decoding_equals_the_formulas(name):
     check_decode(run_interpreted, DECODING[name])
 
 
-# One test for the kinds in float32: they share a program, and another process would compile it again.
+# Kinds that share a program are one test: another process would compile it again.
 @pytest.mark.parametrize("kinds", [KINDS[:3], KINDS[3:]], ids=["float32", "bfloat16"])
-def test_interpreted_chunks_equal_the_formulas(kinds):
+def test_interpreted_chunks_equal_the_formulas(optimised, kinds):
     for kind in kinds:
         check_chunks(kind, run_interpreted)
 
