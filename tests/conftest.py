@@ -142,17 +142,3 @@ def optimised() -> Iterator[None]:
     """Compile as users do: for tests of how much memory a program takes, or that compute much."""
     with compiling.optimised():
         yield
-
-
-@pytest.fixture
-def fast_compile() -> Iterator[None]:
-    """Compile without optimisations: half the time, the same numbers, slower programs."""
-    with compiling.optimised(False):
-        yield
-
-
-@pytest.fixture(scope="module")
-def fast_compile_all() -> Iterator[None]:
-    """The same for whole files, their fixtures included."""
-    with compiling.optimised(False):
-        yield

@@ -25,8 +25,6 @@ from qwen_jax.errors import RequestError
 from qwen_jax.quant import Method, Recipe, Rule, WeightFormat
 from tests.qwen_jax.coded_folder import coded_model
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 # Full attention at 1 and 2: not every fourth.
 KINDS = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
 # Few different shapes of matrices, since each is compiled.

@@ -30,8 +30,6 @@ from pallas_kernels.dequant_matmul.config import (
 from pallas_kernels.dequant_matmul.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, norm_error
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 
 @functools.cache
 def drawn(spec: Spec) -> tuple[list[jax.Array | None], np.ndarray]:

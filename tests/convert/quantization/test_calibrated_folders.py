@@ -23,8 +23,6 @@ from tests.convert.quantization import models
 from tests.convert.quantization.models import WINDOW, WINDOWS
 from tests.convert.writing.folders import contents
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 ROOT = Path(__file__).parents[3]
 LIMIT = 1 << 30
 PARTS = 4  # embedding, two layers, head

@@ -19,11 +19,6 @@ CUT = ("--window", "32", "--batch-size", "2", "-q")
 USAGE, FAILURE = 2, 1
 
 
-@pytest.fixture(autouse=True)
-def _quick(fast_compile):
-    """Programs that run once."""
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("texts") / "text.txt"

@@ -18,8 +18,6 @@ from qwen_jax.model import FlatModel, initialise
 from qwen_jax.quant import QTensor, Recipe, Rule, WeightFormat
 from tests.qwen_jax.coded_folder import coded_model
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 # Sizes that are multiples neither of a unit nor of a group.
 CONFIG = {
     "model_type": "qwen3_5_moe_text",
