@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +108,33 @@ def test_divergence_with_and_without_a_stored_base(run, tiny, other, text, tmp_p
     refused(run("divergence", tiny, other, text, *wider), USAGE, "digest of text and windows")
     bf16 = ("--dtype", "bfloat16", *stored)
     refused(run("divergence", tiny, other, text, *CUT, *bf16), USAGE, "the base's dtype")
+
+
+@pytest.mark.filterwarnings("default:the codes of:UserWarning")
+@pytest.mark.parametrize("fitted", ["calibration", "distillation"])
+def test_text_that_codes_were_fitted_to_is_told(run, tiny, text, tmp_path, fitted):
+    folder = tmp_path / "coded"
+    shutil.copytree(tiny, folder)
+    digest = hashlib.sha256(Path(text).read_bytes()).hexdigest()
+    calibration = {"files": [{"name": "t", "sha256": digest}]}
+    runs = {"calibration": calibration}
+    content = runs if fitted == "calibration" else {"calibration": None, "distillation": [runs]}
+    (folder / "quantization_report.json").write_text(json.dumps(content))
+    flags = (*CUT, "--max-windows", "1", "--json")
+    other = tmp_path / "other.txt"
+    other.write_text(Path(text).read_text() + " And so on.")
+    for command in (("perplexity",), ("divergence", tiny)):
+        outcome = run(*command, str(folder), text, *flags)
+        warning = f"warning: the codes of {folder} were fitted to {text}"
+        assert outcome.err.startswith(warning) and outcome.err.count("\n") == 1
+        found = json.loads(outcome.out)
+        assert found.get("other", found)["calibrated_on"] == [text]
+        unknown = run(*command, str(folder), str(other), *flags)
+        assert unknown.err == ""
+        found = json.loads(unknown.out)
+        assert found.get("other", found)["calibrated_on"] == []
+    (folder / "quantization_report.json").write_text('{"calibration": 3}')
+    refused(run("perplexity", str(folder), text, *flags), FAILURE, "quantization_report.json")
 
 
 def test_activations_in_few_bits(run, tiny, text, tmp_path):
