@@ -112,6 +112,7 @@ def plan_distillation(
     """
     divided(calibration.tokens, steps, windows_of_step)
     planned, before = _plan_source(source)
+    report = read_report(source, planned.scheme)
     beside = plan_teacher(teacher, planned)
     taken, left = side_files(source)
     inputs = gather_inputs(planned.folder, [*taken, REPORT])
@@ -144,7 +145,7 @@ def plan_distillation(
         calibration=calibration,
         steps=steps,
         windows_of_step=windows_of_step,
-        report_before=read_report(source, planned.scheme),
+        report_before=report,
     )
 
 

@@ -76,7 +76,7 @@ def fit_model(
         {path: start(tensor) for path, tensor in coded.items()},
         {path: format_of(tensor) for path, tensor in coded.items()},
         divergence,
-        [(teacher, batch) for batch in _batches(seen, steps, windows_of_step)],
+        [(teacher, batch) for batch in batches(seen, steps, windows_of_step)],
         [(teacher, window[None]) for window in held_out],
         code_rate=CODE_RATE,
         scale_rate=SCALE_RATE,
@@ -113,7 +113,8 @@ def windows_wanted(steps: int, windows_of_step: int) -> int:
     return steps * windows_of_step + HELD_OUT
 
 
-def _batches(tokens: Int[np.ndarray, "N T"], steps: int, size: int) -> list[Int[np.ndarray, "B T"]]:
+def batches(tokens: Int[np.ndarray, "N T"], steps: int, size: int) -> list[Int[np.ndarray, "B T"]]:
+    """Of each step `size` windows: all in an order drawn once, then all again."""
     order = np.random.default_rng(0).permutation(len(tokens))
     places = np.arange(steps * size).reshape(steps, size) % len(tokens)
     return [tokens[order[row]] for row in places]
