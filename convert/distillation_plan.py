@@ -29,7 +29,7 @@ from .teacher import plan_teacher
 
 _BASE_MEMORY = 700e6
 # Rough, for the estimate of time alone; of a product of two numbers and its sum two operations.
-OPERATIONS_A_SECOND = {"cpu": 2e10, "other": 2e12}
+OPERATIONS_A_SECOND = {"cpu": 5e9, "other": 2e12}
 # A forward pass of the teacher, and of the student one with its way back.
 _OPERATIONS_A_WEIGHT = 8
 
