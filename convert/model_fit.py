@@ -92,10 +92,7 @@ def divided(
     Raises:
         RequestError: a number below 1, or fewer windows than one step and one to judge by.
     """
-    if steps < 1 or windows_of_step < 1:
-        raise RequestError(
-            f"{steps} steps of {windows_of_step} windows; accepted is 1 and more of both"
-        )
+    windows_wanted(steps, windows_of_step)
     count, length = tokens.shape
     if count <= windows_of_step:
         raise RequestError(
@@ -109,7 +106,15 @@ def divided(
 
 
 def windows_wanted(steps: int, windows_of_step: int) -> int:
-    """Most windows of calibration text that a fit makes use of."""
+    """Most windows of calibration text that a fit makes use of.
+
+    Raises:
+        RequestError: a number below 1.
+    """
+    if steps < 1 or windows_of_step < 1:
+        raise RequestError(
+            f"{steps} steps of {windows_of_step} windows; accepted is 1 and more of both"
+        )
     return steps * windows_of_step + HELD_OUT
 
 
@@ -226,9 +231,9 @@ class _Progress:
         if number == 1:
             jax.block_until_ready(loss)  # compiled only now
             self._begin = time.monotonic()
+            return
         if number % max(1, self._steps // _TOLD) and number != self._steps:
             return
         value = float(loss)
-        each = (time.monotonic() - self._begin) / max(number - 1, 1)
-        left = each * (self._steps - number)
+        left = (time.monotonic() - self._begin) / (number - 1) * (self._steps - number)
         self._tell(f"step {number} of {self._steps}: KL {value:.4f}, {left:.0f} s to go")

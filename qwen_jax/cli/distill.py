@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from ..errors import RequestError
 from .console import Notes, accept_any_text, duration, size, table
 from .conversion import Job, find_source, plan_rows
-from .options import MaybeWhole, Switch, Text, Whole
+from .options import MaybeWhole, Switch, Text
 
 if TYPE_CHECKING:
     from convert.distillation_plan import DistillationPlan
@@ -23,8 +23,8 @@ def distill(
     *,
     teacher: str,
     calibration: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)],
-    steps: Whole = 600,
-    batch_windows: Whole = 16,
+    steps: MaybeWhole = None,
+    batch_windows: MaybeWhole = None,
     window: MaybeWhole = None,
     chat_template: Text = None,
     dry_run: Switch = False,
@@ -69,30 +69,32 @@ def distill(
         if not file.is_file():
             raise RequestError(f"{file} is no file; give calibration text, or a template")
     job = Job.prepare(coded, destination, max_shard_size, resume=False, verify=False)
-    source = find_source(coded, None, notes)
+    source = find_source(coded, None, notes, dry_run=dry_run)
     floats = find_source(teacher, revision, notes, dry_run=dry_run)
     from convert.distill import distill as write
     from convert.distill import outcome
     from convert.distillation_plan import plan_distillation
-    from convert.model_fit import windows_wanted
+    from convert.model_fit import STEPS, WINDOWS_OF_STEP, windows_wanted
     from convert.quantization.calibration import WINDOW, prepare_calibration
 
     from ..config import QwenConfig
 
+    steps = STEPS if steps is None else steps
+    size_of_step = WINDOWS_OF_STEP if batch_windows is None else batch_windows
     text = prepare_calibration(
         files,
         source,
         QwenConfig.from_hf(source),
-        windows=windows_wanted(steps, batch_windows),
+        windows=windows_wanted(steps, size_of_step),
         window=WINDOW if window is None else window,
         chat_template=template,
     )
-    plan = plan_distillation(source, floats, text, steps=steps, windows_of_step=batch_windows)
+    plan = plan_distillation(source, floats, text, steps=steps, windows_of_step=size_of_step)
     came_to: dict[str, Any] = {}
 
     def fit_and_write(plan: DistillationPlan, folder: Path, **arguments: Any) -> Written:
-        del arguments["resume"]
-        done = write(plan, folder, **arguments, tell=notes)
+        # Writing is nothing beside the fit, which tells of itself.
+        done = write(plan, folder, max_shard_bytes=arguments["max_shard_bytes"], tell=notes)
         came_to.update(outcome(done.fit))
         return done.written
 
@@ -112,8 +114,8 @@ def _rows(plan: DistillationPlan) -> dict[str, str]:
     windows, window = plan.calibration.tokens.shape
     return {
         "teacher": str(plan.teacher),
-        "fit": f"{plan.steps:,} steps of {plan.windows_of_step} windows of {window} tokens; the "
-        f"text has {windows:,} windows",
+        "fit": f"{plan.steps:,} steps of {plan.windows_of_step} windows of {window} tokens, out of "
+        f"{windows:,}",
         "memory": f"about {size(plan.peak_memory)} on the host, mapped files not counted; about "
         f"{size(plan.device_memory)} on the device",
         "time": f"about {duration(plan.seconds)} on this device, roughly",
