@@ -211,12 +211,13 @@ def active_weights(config: QwenConfig) -> int:
 def _activations(config: QwenConfig, tokens: int, window: int) -> int:
     """Bytes of what a step keeps for its way back, and of the logits of one window."""
     active = active_weights(config) - config.vocab_size * config.hidden_size
-    # Of a layer the residual stream, and widths of products, which go as the root of its weights;
-    # how many of each is what XLA said of the demo model on a CPU.
+    # Of a layer the residual stream, and widths of products, which go as the root of its weights.
+    # How many of each there are, XLA says of the demo model compiled for an H200, and for a CPU.
     widths = config.num_hidden_layers * (
-        44 * config.hidden_size + 14 * math.sqrt(active / config.num_hidden_layers)
+        24 * config.hidden_size + 8 * math.sqrt(active / config.num_hidden_layers)
     )
-    return int(4 * (tokens * widths + 8 * window * config.vocab_size))
+    size = 8 if jax.default_backend() == "cpu" else 4
+    return int(size * tokens * widths + 32 * window * config.vocab_size)
 
 
 class _Progress:

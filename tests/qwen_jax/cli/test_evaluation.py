@@ -180,6 +180,12 @@ def test_texts_are_refused(run, tiny, text, tmp_path, write_tiny):
     refused(run("perplexity", mute, text, *CUT), USAGE, "has no tokenizer")
 
 
+@pytest.mark.parametrize("flag", ["--revision", "--other-revision"])
+def test_revisions_are_for_the_hub(run, tiny, text, flag):
+    words = ("revision 'main'", "not on the Hub")
+    refused(run("divergence", tiny, tiny, text, *CUT, flag, "main"), USAGE, *words)
+
+
 def test_models_of_other_vocabularies_are_refused(run, tiny, text, tmp_path, write_tiny):
     larger = str(write_tiny(tmp_path / "larger", vocab_size=4100))
     refused(run("divergence", tiny, larger, text, *CUT), USAGE, "4096", "4100")
