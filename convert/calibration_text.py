@@ -43,8 +43,9 @@ def read_calibration(
             raise RequestError(f"{name} is {value}; accepted is 1 and more")
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise RequestError(
-            f"calibration: the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}: "
-            "it is not the model's. Use the tokenizer files of the model's own release"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model's embedding "
+            f"{vocab_size} rows, so it is another model's; use the tokenizer files of the model's "
+            "own release, or none and files of token ids (.npy)"
         )
     documents = [
         document for path in paths for document in read_documents(path, tokenizer, vocab_size)

@@ -151,7 +151,14 @@ def plan_quantization(
     return QuantizationPlan(
         source=source,
         load=load,
-        tensors=output_tensors(load.config, load.mtp_layers, choice, kept=_not_yet, maker=_not_yet),
+        tensors=output_tensors(
+            load.config,
+            load.mtp_layers,
+            choice.tree,
+            choice.scheme,
+            kept=_not_yet,
+            maker=_not_yet,
+        ),
         native=True,
         record=dataclasses.replace(record, recipe=recipe.name),
         before=before,
@@ -215,7 +222,8 @@ def quantize(
     tensors = output_tensors(
         plan.load.config,
         plan.load.mtp_layers,
-        plan.choice,
+        plan.choice.tree,
+        plan.choice.scheme,
         kept=lambda key: makers.kept[key](),
         maker=makers.maker,
     )

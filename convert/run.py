@@ -70,6 +70,7 @@ def run(
     resume: bool = False,
     progress: Callable[[int], None] = lambda nbytes: None,
     compare_source: bool = True,
+    keep: bool = True,
 ) -> Written:
     """Writes the folder of a plan.
 
@@ -81,13 +82,14 @@ def run(
         resume: whether to go on with the work of a run that was interrupted.
         progress: called with the bytes written since the last call.
         compare_source: whether `source_compared` is still to be done.
+        keep: whether what is finished stays when this run fails, for one with `resume`.
 
     Returns:
         What was written.
 
     Raises:
         CheckpointError: the destination cannot be used, the disk is full, or the source turns out
-            to be damaged, or changes meanwhile; what is finished is kept for `resume`.
+            to be damaged, or changes meanwhile.
     """
 
     def finish(folder: Path, checksums: Mapping[str, str], remarks: Mapping[str, Any]) -> None:
@@ -112,4 +114,5 @@ def run(
         finish=finish,
         resume=resume,
         progress=progress,
+        keep=keep,
     )

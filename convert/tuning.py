@@ -2,7 +2,7 @@
 
 Matrices are put in codes one by one, each on its own outputs. What becomes of their errors
 together, in convolutions, gates, norms and further layers, is not seen there. Here all codes and
-scales of a layer or a model follow the gradient of the final error. Everything else stays.
+scales of a module follow the gradient of the final error. Everything else stays.
 
 Rounding has no gradient of use, so each code has a position, a real number that is rounded to it;
 positions move by the gradient with respect to the codes, as in Bengio et al. (arXiv 1308.3432).
@@ -18,21 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from qwen_jax.config import QwenConfig
-from qwen_jax.model import CausalLM
-from qwen_jax.model.decoder import DecoderLayer
-from qwen_jax.quant import Rule, WeightFormat
+from qwen_jax.quant import WeightFormat
 
-from .calibrate import advance, at, run
-from .layer import quantise_layer
-from .methods import Codes, Solved
+from .calibrate import at
+from .methods import Codes
 from .methods.codes import as_stored, of_inputs
 
-# Adam's. Of the first step: the rate of positions in codes, that of scales in logarithms.
-CODE_RATE, SCALE_RATE = 5e-3, 3e-3
-WINDOWS_OF_STEP = 2
+# Adam's.
 MOMENTUM, SPREAD = 0.9, 0.99
 # How far from its code a position starts at most, on the side of the weight. At 0.5 and more the
 # first steps would undo what made up for errors elsewhere.
@@ -42,10 +36,15 @@ Tree = Any
 
 
 class Start(NamedTuple):
-    """A tensor in codes before the fit, on the device."""
+    """A tensor in codes before the fit.
+
+    Attributes:
+        codes: arrays on the host or the device.
+        input_scale: float32 [*, I], a factor of each input; None where there is none. It stays.
+    """
 
     codes: Codes
-    input_scale: Array | None
+    input_scale: Any
 
 
 class Place(NamedTuple):
@@ -55,109 +54,67 @@ class Place(NamedTuple):
     logs: Float[Array, "*S O J"]
 
 
-@functools.cache
-def layer_error(
-    config: QwenConfig,
-) -> Callable[[DecoderLayer, Float[Array, "B T D"], Float[Array, "B T D"]], Array]:
-    """A loss of a layer, its input and what the float layer makes of that: the share missed."""
+class Fit(NamedTuple):
+    """What a fit came to.
 
-    def loss(layer: DecoderLayer, x: Array, y: Array) -> Array:
-        difference = run(layer, config, x) - y
-        return jnp.sum(jnp.square(difference)) / jnp.sum(jnp.square(y - x))
-
-    return loss
-
-
-def fit_layer(
-    layer: DecoderLayer,
-    config: QwenConfig,
-    hidden: Float[np.ndarray, "N T D"],
-    rules: Mapping[str, Rule],
-    *,
-    steps: int,
-) -> dict[str, Solved]:
-    """Put a layer in codes as `quantise_layer` does, then fit them to the layer's output.
-
-    Args:
-        layer: as `quantise_layer` takes it; it stands for the layer in codes afterwards.
-        config: of the model.
-        hidden: the residual stream in front of the layer; at least two windows. The last eighth
-            of the windows is held out.
-        rules: as `quantise_layer` takes them.
-        steps: of the fit, each on `WINDOWS_OF_STEP` windows.
-
-    Returns:
-        Codes by tree path, with reports on them as they are in the end.
+    Attributes:
+        codes: by tree path, NumPy arrays; those of the start where the fit made nothing better.
+        before: the loss of the start over what was held out.
+        after: the loss of what was fitted.
     """
-    weights = {path: at(layer, path)[...] for path in rules}
-    target = advance(layer, config, hidden)
-    solved = quantise_layer(layer, config, hidden, rules)
-    if not solved:
-        return solved
-    formats = {path: rule.format for path, rule in rules.items() if rule.format is not None}
-    seen = len(hidden) - max(1, len(hidden) // 8)
-    batches, held_out = (
-        [
-            (hidden[i : min(i + WINDOWS_OF_STEP, stop)], target[i : min(i + WINDOWS_OF_STEP, stop)])
-            for i in range(start, stop, WINDOWS_OF_STEP)
-        ]
-        for start, stop in ((0, seen), (seen, len(hidden)))
-    )
-    loss = layer_error(config)
-    solved = fit_codes(layer, weights, solved, formats, loss, batches, held_out, steps=steps)
-    for path, weight in weights.items():
-        at(layer, path).set_value(weight)
-    return quantise_layer(layer, config, hidden, rules, given=solved)
+
+    codes: dict[str, Codes]
+    before: float
+    after: float
+
+    @property
+    def better(self) -> bool:
+        """Whether `codes` are new ones."""
+        return self.after < self.before
 
 
-def divergence(model: CausalLM, base: CausalLM, tokens: Int[Array, "B T"]) -> Array:
-    """Mean KL(base || model) in nats: a loss of a model, the float model and tokens."""
-    wanted, other = (
-        jax.nn.log_softmax(m(tokens, capture="none").logits, axis=-1) for m in (base, model)
-    )
-    return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - other), axis=-1))
+def _ignore(step: int, loss: Array) -> None:
+    pass
 
 
 def fit_codes(
     module: nnx.Module,
     weights: Mapping[str, Any],
-    solved: Mapping[str, Solved],
+    starts: Mapping[str, Start],
     formats: Mapping[str, WeightFormat],
     loss: Callable[..., Array],
     batches: Sequence[tuple[Any, ...]],
     held_out: Sequence[tuple[Any, ...]],
     *,
-    steps: int,
-    code_rate: float = CODE_RATE,
-    scale_rate: float = SCALE_RATE,
-) -> dict[str, Solved]:
+    code_rate: float,
+    scale_rate: float,
+    tell: Callable[[int, Array], None] = _ignore,
+) -> Fit:
     """Better codes and scales for the matrices of a layer or a model.
 
     On the device lie, beside the module, about 24 bytes a weight in codes.
 
     Args:
-        module: with the numbers that the codes stand for; holds the new ones afterwards.
+        module: computes in float32; what it has in the places of `starts` is not read.
         weights: as they were before they became codes, by tree path within the module.
-        solved: codes by the same paths.
+        starts: codes by the same paths. Zero points stay.
         formats: of the same paths.
         loss: of the module and a batch.
-        batches: arrays on the host, or models. Steps take them in turn.
+        batches: of each step one; arrays on the host, or models.
         held_out: batches that no step sees.
-        steps: of the descent.
         code_rate: of the first step, in codes; it falls to zero.
         scale_rate: the same in logarithms of scales.
-
-    Returns:
-        New codes and scales; the old ones where the new ones are no better over `held_out`. The
-        reports stay those of the old ones.
+        tell: called after each step with its number, from 1 on, and the loss of its batch before
+            it, which may still be under way.
     """
-    starts = {path: _start(solved[path]) for path in formats}
+    on_device = functools.partial(jax.tree.map, jnp.asarray)
+    starts = {path: on_device(starts[path]) for path in formats}
     graph, state = nnx.split(module)
     fixed = {"graph": graph, "formats": tuple(formats.items()), "loss": loss}
-    on_device = functools.partial(jax.tree.map, jnp.asarray)
 
     def overall(places: dict[str, Place]) -> float:
-        found = [_measure(places, starts, state, *on_device(b), **fixed) for b in held_out]
+        with jax.default_matmul_precision("highest"):
+            found = [_measure(places, starts, state, *on_device(b), **fixed) for b in held_out]
         return float(np.mean(found))
 
     places = {
@@ -165,27 +122,18 @@ def fit_codes(
     }
     before = overall(places)
     progress = (places, *(jax.tree.map(jnp.zeros_like, places) for _ in range(2)))
-    for number in range(steps):
-        share = 1 - number / steps
+    for number, batch in enumerate(batches):
+        share = 1 - number / len(batches)
         rates = jnp.asarray([share * code_rate, share * scale_rate], jnp.float32)
-        batch = on_device(batches[number % len(batches)])
-        progress = _descend(
-            progress, jnp.float32(number + 1), rates, starts, state, *batch, **fixed
-        )
+        step = jnp.float32(number + 1)
+        progress, value = _descend(progress, step, rates, starts, state, *on_device(batch), **fixed)
+        tell(number + 1, value)
     places = progress[0]
-    if not overall(places) < before:
-        return dict(solved)
-    result = dict(solved)
-    for path, format in formats.items():
-        codes = jax.tree.map(np.asarray, _codes(places[path], starts[path], format))
-        result[path] = solved[path]._replace(codes=codes)
-        parameter = at(module, path)
-        parameter.set_value(result[path].weight(format).astype(parameter[...].dtype))
-    return result
-
-
-def _start(solved: Solved) -> Start:
-    return Start(*jax.tree.map(jnp.asarray, (solved.codes, solved.input_scale)))
+    after = overall(places)
+    codes = {path: start.codes for path, start in starts.items()}
+    if after < before:
+        codes = {p: _codes(places[p], starts[p], format) for p, format in formats.items()}
+    return Fit(jax.tree.map(np.asarray, codes), before, after)
 
 
 @functools.partial(jax.jit, static_argnames=("format",))
@@ -235,8 +183,7 @@ def _loss(
     for path, format in formats:
         parent, name = path.rsplit(".", 1)
         weight = _weight(places[path], starts[path], format)
-        dtype = at(changed, path)[...].dtype
-        setattr(at(changed, parent), name, nnx.Param(weight.astype(dtype)))
+        setattr(at(changed, parent), name, nnx.Param(weight))
     return loss(changed, *batch)
 
 
@@ -249,10 +196,10 @@ _measure = jax.jit(_loss, static_argnames=("graph", "formats", "loss"))
 )
 def _descend(
     progress: Tree, number: Array, rates: Float[Array, "2"], *inputs: Any, **fixed: Any
-) -> tuple[Tree, Tree, Tree]:
-    """One step of Adam; the first has number 1."""
+) -> tuple[tuple[Tree, Tree, Tree], Array]:
+    """One step of Adam, and the loss before it; the first has number 1."""
     places, means, squares = progress
-    slopes = jax.grad(functools.partial(_loss, **fixed))(places, *inputs)
+    value, slopes = jax.value_and_grad(functools.partial(_loss, **fixed))(places, *inputs)
     means = jax.tree.map(lambda m, g: MOMENTUM * m + (1 - MOMENTUM) * g, means, slopes)
     squares = jax.tree.map(lambda s, g: SPREAD * s + (1 - SPREAD) * g * g, squares, slopes)
     first, second = (1 - decay**number for decay in (MOMENTUM, SPREAD))
@@ -265,4 +212,4 @@ def _descend(
         m, s = means[path], squares[path]
         positions = moved(rates[0], place.positions, m.positions, s.positions)
         after[path] = Place(positions, moved(rates[1], place.logs, m.logs, s.logs))
-    return after, means, squares
+    return (after, means, squares), value

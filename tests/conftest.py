@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import ipaddress
 import os
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import compiling
 
 SHAPE_CHECKED = (
     "qwen_jax.model",
@@ -48,12 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    # Tests compare values, and optimised or not, programs compute the same ones; compiling takes
+    # half the time. Programs that tests start are optimised, as users' are.
+    jax.config.update("jax_disable_most_optimizations", not _selects_gpu(config))
+
+
+def _selects_gpu(config: pytest.Config) -> bool:
+    return "gpu" in config.getoption("markexpr").replace("not gpu", "")
 
 
 def _set_environment(config: pytest.Config) -> None:
     """Sets what JAX reads on import, for the processes that tests start."""
-    selected = config.getoption("markexpr").replace("not gpu", "")
-    if "gpu" not in selected:
+    if not _selects_gpu(config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -130,25 +137,8 @@ def demo_path() -> Path:
     return Path(qwen_jax.__path__[0]) / "demo"
 
 
-@contextlib.contextmanager
-def _unoptimised() -> Iterator[None]:
-    import jax
-
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture
-def fast_compile() -> Iterator[None]:
-    """Compile without optimisations: half the time, the same numbers, slower programs."""
-    with _unoptimised():
-        yield
-
-
-@pytest.fixture(scope="module")
-def fast_compile_all() -> Iterator[None]:
-    """The same for whole files, their fixtures included."""
-    with _unoptimised():
+def optimised() -> Iterator[None]:
+    """Compile as users do: for tests of how much memory a program takes, or that compute much."""
+    with compiling.optimised():
         yield

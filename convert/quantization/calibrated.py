@@ -20,8 +20,8 @@ from qwen_jax.model.layers import RMSNorm
 
 from ..calibrate import advance, at
 from ..layer import quantise_head, quantise_layer
+from ..layer_fit import fit_layer
 from ..methods import Solved, rounded_without_data
-from ..tuning import fit_layer
 from .calibration import Calibration
 from .choice import Choice
 from .hidden_states import StateFolder

@@ -74,8 +74,7 @@ def prepare_calibration(
 
     Raises:
         RequestError: what `read_calibration` refuses, a number below 1, a window beyond the
-            model's context, a fit with fewer than two windows, a template that cannot be read, or
-            a tokenizer that is not this model's.
+            model's context, a fit with fewer than two windows, or a template that cannot be read.
         CheckpointError: the tokenizer's files are damaged.
     """
     limit = config.max_position_embeddings
@@ -85,12 +84,6 @@ def prepare_calibration(
             f"window, and 1 to {limit} tokens, the model's context"
         )
     tokenizer = _tokenizer(folder, chat_template)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise RequestError(
-            f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}, the model's "
-            f"embedding {config.vocab_size} rows, so it is another model's; put the model's own "
-            "tokenizer files there, or give files of token ids (.npy)"
-        )
     tokens = read_calibration(files, tokenizer, config.vocab_size, window=window, windows=windows)
     beside = () if chat_template is None else (chat_template,)
     if fit_steps < 0 or (fit_steps and len(tokens) < 2):

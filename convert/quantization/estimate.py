@@ -153,7 +153,9 @@ def estimate_shape(
     mtp_layers = config.mtp_num_hidden_layers
     tree = abstract_parameters(config, mtp_layers=mtp_layers)
     choice = choose(tree, recipe, method=method, calibrated=calibration is not None)
-    tensors = output_tensors(config, mtp_layers, choice, kept=_absent, maker=_absent)
+    tensors = output_tensors(
+        config, mtp_layers, choice.tree, choice.scheme, kept=_absent, maker=_absent
+    )
     return Estimate(config, choice, tensors, calibration)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.dequant_matmul.layout import pack
+from pallas_kernels.dequant_matmul.layout import pack, unpack
 from qwen_jax.checkpoint.problems import show
 from qwen_jax.quant import TensorScheme
 
-from ..methods import Solved, TensorReport
+from ..methods import Codes, Solved, TensorReport
 
 _VALUES_AT_ONCE = 16 << 20
 _WORTH_COMPILING = 4 << 20
@@ -39,18 +39,27 @@ class Packed(NamedTuple):
 
 
 def packed(path: str, solved: Solved, scheme: TensorScheme) -> Packed:
-    """Packs what a method found.
+    """Packs what a method found; see `packed_parts`."""
+    parts = packed_parts(path, solved.codes, solved.input_scale, scheme)
+    return Packed(**{"zero": None, "input_scale": None, **parts}, report=solved.report)
+
+
+def packed_parts(
+    path: str, codes: Codes, input_scale: Any, scheme: TensorScheme
+) -> dict[str, np.ndarray]:
+    """The arrays of a tensor in codes, by the names in `TensorScheme.parts`.
 
     Args:
         path: the tensor's, for messages.
-        solved: its codes.
+        codes: what it became.
+        input_scale: a factor of each input; None where there is none.
         scheme: how it was announced to be stored.
 
     Raises:
         RuntimeError: a method gave something else than the scheme says; a mistake of its code.
     """
-    values, scale = np.asarray(solved.codes.values), np.asarray(solved.codes.scale)
-    zero, factor = solved.codes.zero, solved.input_scale
+    values, scale = np.asarray(codes.values), np.asarray(codes.scale)
+    zero, factor = codes.zero, input_scale
     if scheme.input_scale and factor is None:
         # Every tensor of a stack or of a model has the same parts, whatever data it met.
         factor = np.ones((*values.shape[:-2], values.shape[-1]), np.float32)
@@ -62,13 +71,19 @@ def packed(path: str, solved: Solved, scheme: TensorScheme) -> Packed:
             f"{scale.min()}"
         )
     narrow = ml_dtypes.bfloat16
-    return Packed(
-        _packed_values(values, scheme.format.bits),
-        scale.astype(narrow),
-        None if zero is None else np.asarray(zero).astype(narrow),
-        None if factor is None else np.asarray(factor, np.float32),
-        solved.report,
-    )
+    parts = {"codes": _packed_values(values, scheme.format.bits), "scale": scale.astype(narrow)}
+    if zero is not None:
+        parts["zero"] = np.asarray(zero).astype(narrow)
+    if factor is not None:
+        parts["input_scale"] = np.asarray(factor, np.float32)
+    return parts
+
+
+def unpacked(codes: np.ndarray, inputs: int) -> np.ndarray:
+    """Values of a matrix, or of a stack, matrix by matrix: unpacking takes several times that."""
+    if codes.ndim == 3:
+        return unpack(codes, inputs)
+    return np.stack([unpack(matrix, inputs) for matrix in codes])
 
 
 def _packed_values(values: np.ndarray, bits: int) -> np.ndarray:

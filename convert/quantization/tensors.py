@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from qwen_jax.checkpoint.header import DTYPES
@@ -14,10 +15,9 @@ from qwen_jax.checkpoint.keys import HEAD, MTP
 from qwen_jax.checkpoint.mapping import EMBEDDING, Layout
 from qwen_jax.checkpoint.tensors import stored_tensors
 from qwen_jax.config import QwenConfig
-from qwen_jax.quant import abstract_qtensor
+from qwen_jax.quant import Scheme, TensorScheme, abstract_qtensor
 
 from ..writing import OutputTensor
-from .choice import Choice
 
 NATIVE = Layout()
 
@@ -40,7 +40,8 @@ class Maker(Protocol):
 def output_tensors(
     config: QwenConfig,
     mtp_layers: int,
-    choice: Choice,
+    tree: Mapping[str, jax.ShapeDtypeStruct],
+    scheme: Scheme,
     *,
     kept: Callable[[str], Iterator[np.ndarray]],
     maker: Callable[[str], Maker],
@@ -53,7 +54,8 @@ def output_tensors(
     Args:
         config: of the model.
         mtp_layers: layers of the multi-token prediction head.
-        choice: what becomes codes.
+        tree: shape of each tensor by tree path, and dtype of those that are not in codes.
+        scheme: of those that are.
         kept: yields a tensor that stays, by its key; called when it is written.
         maker: gives what makes a tensor in codes, by tree path; likewise.
     """
@@ -61,10 +63,11 @@ def output_tensors(
     keys = {tensor.pieces[0].path: key for key, tensor in stored.items()}
     found = []
     for path in sorted(keys, key=_place):
-        if path in choice.scheme.tensors:
-            found += _coded(path, keys[path], choice, maker)
+        if path in scheme.tensors:
+            shape = tree[path].shape
+            found += _coded(path, keys[path], shape, scheme.tensors[path], maker)
             continue
-        leaf = choice.tree[path]
+        leaf = tree[path]
         code = _CODES[np.dtype(leaf.dtype)]
         key = keys[path]
         found.append(OutputTensor(key, code, leaf.shape, partial(kept, key), part_of(path)))
@@ -72,10 +75,13 @@ def output_tensors(
 
 
 def _coded(
-    path: str, key: str, choice: Choice, maker: Callable[[str], Maker]
+    path: str,
+    key: str,
+    shape: tuple[int, ...],
+    scheme: TensorScheme,
+    maker: Callable[[str], Maker],
 ) -> list[OutputTensor]:
-    scheme = choice.scheme.tensors[path]
-    stored = abstract_qtensor(choice.tree[path].shape, scheme)
+    stored = abstract_qtensor(shape, scheme)
     found = []
     for part in scheme.parts:
         leaf = getattr(stored, part)

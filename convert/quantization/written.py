@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.dequant_matmul.layout import unpack
 from qwen_jax.checkpoint.header import TensorInfo, read_header
 from qwen_jax.checkpoint.keys import speller
 from qwen_jax.checkpoint.safetensors_io import TensorFolder
@@ -17,6 +16,7 @@ from qwen_jax.errors import CheckpointError
 
 from ..methods import Codes, dequantise
 from .choice import Choice
+from .packed import unpacked
 from .tensors import NATIVE
 
 
@@ -41,7 +41,7 @@ class WrittenCodes:
             if any(f"{key}.{part}" not in folder.tensors for part in scheme.parts):
                 return None
             arrays = {part: folder.read(f"{key}.{part}") for part in scheme.parts}
-            values = _unpacked(arrays["codes"], self._choice.tree[path].shape[-1])
+            values = unpacked(arrays["codes"], self._choice.tree[path].shape[-1])
             codes = Codes(jnp.asarray(values), _wide(arrays["scale"]), _wide(arrays.get("zero")))
             factor = arrays.get("input_scale")
             wide = dequantise(codes, scheme.format)
@@ -60,10 +60,3 @@ class WrittenCodes:
 
 def _wide(array: np.ndarray | None) -> Any:
     return None if array is None else jnp.asarray(array.astype(np.float32))
-
-
-def _unpacked(codes: np.ndarray, inputs: int) -> np.ndarray:
-    """Values of a matrix, or of a stack, matrix by matrix: unpacking takes several times that."""
-    if codes.ndim == 3:
-        return unpack(codes, inputs)
-    return np.stack([unpack(matrix, inputs) for matrix in codes])

@@ -147,8 +147,8 @@ def _check_work(work: Path, resume: bool) -> None:
         raise being_written(work)
     if not resume:
         raise CheckpointError(
-            f"{work} exists, left by a run that did not finish. Continue it with --resume, "
-            f"or delete that folder"
+            f"{work} exists, left by a run that did not finish. Continue it with --resume "
+            "(distill cannot be continued), or delete that folder"
         )
 
 

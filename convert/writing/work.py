@@ -164,10 +164,16 @@ class WorkFolder:
         for name in sorted(ours.intersection(os.listdir(self._path)), key=_is_not_config):
             _remove(self._path / name)
 
-    def abandon(self) -> None:
-        """Leaves nothing but what can be continued: journal and finished shards, if any."""
+    def abandon(self, *, keep: bool) -> None:
+        """Leaves nothing but what can be continued: journal and finished shards, if any.
+
+        Args:
+            keep: whether there will be a run that continues; else nothing is left.
+        """
         if self._path != self._place.work:
             return
+        if not keep:
+            self._journal.record.finished.clear()
         with contextlib.suppress(OSError):
             self.clear()
             if not self.finished:
@@ -209,11 +215,12 @@ class WorkFolder:
 
 @contextlib.contextmanager
 def open_work(
-    place: Destination, planned: Sequence[Shard], fingerprint: Mapping[str, Any]
+    place: Destination, planned: Sequence[Shard], fingerprint: Mapping[str, Any], *, keep: bool
 ) -> Iterator[WorkFolder]:
     """Takes hold of a work folder for as long as the block lasts; makes it if there is none.
 
-    When the block fails, finished shards and the journal stay; without any, nothing does.
+    When the block fails, finished shards and the journal stay if `keep` says so; without any,
+    nothing does.
 
     Raises:
         CheckpointError: another process has it, it was begun by another run, it holds
@@ -230,7 +237,7 @@ def open_work(
                     work.clear()
                 yield work
             except BaseException as error:
-                work.abandon()
+                work.abandon(keep=keep)
                 if isinstance(error, OSError):
                     raise work.failure(error) from error
                 raise

@@ -57,6 +57,7 @@ def write_folder(
     finish: Finish,
     resume: bool,
     progress: Progress,
+    keep: bool = True,
 ) -> Written:
     """Writes a model folder: shards, index, and what `finish` adds.
 
@@ -72,6 +73,7 @@ def write_folder(
         resume: continue what an earlier run left; begin where there is nothing.
         progress: told by how many bytes of tensors the work has advanced. Less than nothing when
             a shard that seemed finished must be written again.
+        keep: whether finished shards stay when this run fails, for one with `resume`.
 
     Returns:
         What was done.
@@ -79,14 +81,14 @@ def write_folder(
     Raises:
         CheckpointError: the destination is not usable (see `check_destination`), the work was
             begun by another run or is going on in another process, or the disk is full
-            or fails. Finished shards are kept, and the message says how to go on.
+            or fails. The message says what is kept, and how to go on.
         RuntimeError: the tensors are not what they were declared to be.
     """
     started = time.monotonic()
     planned = lay_out(shards, metadata)
     nbytes = sum(shard.nbytes for shard in planned)
     place = check_destination(destination, resume=resume, nbytes=nbytes)
-    with open_work(place, planned, fingerprint) as work:
+    with open_work(place, planned, fingerprint, keep=keep) as work:
         if resume and not (place.begun or place.complete):
             work.notes.append(f"{place.work} did not exist: there was nothing to continue")
         reused = work.reuse(progress)

@@ -12,6 +12,7 @@ VERBS = {
     "inspect": "Say what a model is and what it costs, without loading it.",
     "convert": "Convert any model folder to a native one.",
     "quantize": "Write a model in codes of 3, 4 or 8 bits.",
+    "distill": "Fit the codes of a model to what the float model predicts.",
     "export": "Write a model in the Hugging Face layout.",
     "diff": "Compare two model folders tensor by tensor.",
     "perplexity": "Say how well a model predicts text.",

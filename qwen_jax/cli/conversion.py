@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.native import RECORD, read_record
@@ -89,6 +90,7 @@ class Job:
         json: bool,
         text: str | None = None,
         write: Callable[..., Written] | None = None,
+        outcome: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Show a plan, and unless it is a dry run carry it out and say what was written.
 
@@ -99,6 +101,7 @@ class Job:
             json: write JSON to standard output.
             text: the plan for a reader; that of `plan_rows` if None.
             write: writes the plan's folder, as `convert.run.run` does, which is used if None.
+            outcome: what else there is to say as JSON once that is done; `write` may fill it.
         """
         from convert.run import check, holds
 
@@ -114,7 +117,12 @@ class Job:
         notes(text)
         written = self._write(plan, self.destination, notes, write)
         seconds = written.seconds
-        report = {**plan.as_json(), "destination": str(self.destination), "seconds": seconds}
+        report = {
+            **plan.as_json(),
+            "destination": str(self.destination),
+            "seconds": seconds,
+            **outcome,
+        }
         for note in written.notes:
             notes(note)
         if self.verify:

@@ -15,6 +15,7 @@ from .evaluation import (
     ActivationFlags,
     WindowFlags,
     announced,
+    fitted_to,
     perplexity_as_json,
     perplexity_as_text,
     read_texts,
@@ -23,7 +24,7 @@ from .evaluation import (
     windows_as_text,
 )
 from .loading import ModelFolder
-from .options import DType, Kernels, Switch
+from .options import DType, Kernels, Switch, Text
 
 if TYPE_CHECKING:
     from ..evaluate import Divergence, Windows
@@ -39,6 +40,8 @@ def divergence(
     text: str,
     /,
     *texts: str,
+    revision: Text = None,
+    other_revision: Text = None,
     base_logprobs: Path | None = None,
     windows: WindowFlags = _WINDOWS,
     activations: ActivationFlags = _ACTIVATIONS,
@@ -54,6 +57,8 @@ def divergence(
         other: the model to judge, with the same tokenizer and vocabulary.
         text: a text file, or token ids as .npy or .jsonl.
         texts: further ones; windows do not reach from one into the next.
+        revision: branch, tag or commit of a base on the Hub; the main branch by default.
+        other_revision: the same of the other.
         base_logprobs: keep the base's log-probabilities in this file: written where it is not
             there, read where it is, if it fits. So the base runs once for many others, and never
             lies in memory beside them.
@@ -68,18 +73,26 @@ def divergence(
     notes, names = Notes(quiet=quiet), (text, *texts)
     accept_any_text()
     activations.check(names)
-    first = ModelFolder.open(base, dtype, notes, None, implementation)
-    second = ModelFolder.open(other, dtype, notes, None, implementation)
+    first = ModelFolder.open(base, dtype, notes, revision, implementation)
+    second = ModelFolder.open(other, dtype, notes, other_revision, implementation)
     for folder in (first, second):
         refuse_long_window(folder, windows.window)
     cut = windows.windows(read_texts(names, first, windows.window))
     _refuse_other_vocabulary(first, second, names)
+    models = [
+        {
+            "model": folder.name,
+            "dtype": folder.config.dtype,
+            "calibrated_on": fitted_to(folder, names),
+        }
+        for folder in (first, second)
+    ]
     result = _Comparison(first, second, cut, windows, activations, notes).run(base_logprobs)
     if json:
         write_json(
             {
-                "base": {"model": base, "dtype": first.config.dtype},
-                "other": {"model": other, "dtype": second.config.dtype},
+                "base": models[0],
+                "other": models[1],
                 "activations": activations.as_json(),
                 **windows_as_json(cut, names),
                 **_as_json(result),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..errors import RequestError
+from ..checkpoint.json_file import read_object
+from ..errors import CheckpointError, RequestError
 from .console import Notes, duration
 from .loading import ModelFolder
 from .options import MaybeWhole, Whole
@@ -148,6 +151,44 @@ def refuse_long_window(folder: ModelFolder, window: int) -> None:
             f"--window is {window}, but the context of {folder.name} is {limit} tokens; give a "
             "smaller one"
         )
+
+
+def fitted_to(folder: ModelFolder, texts: Sequence[str]) -> list[str]:
+    """The texts, if any, that the codes of a folder were fitted to; warns of them.
+
+    Raises:
+        CheckpointError: the report beside the codes is damaged.
+    """
+    from convert.side_files import REPORT
+
+    report = folder.path / REPORT
+    if not report.is_file():
+        return []
+    try:
+        known = _calibration_digests(read_object(report))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{report} is damaged; fetch it again with the rest of the folder, or delete it"
+        ) from error
+    found = []
+    for text in texts:
+        with open(text, "rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() in known:
+                found.append(text)
+    if found:
+        warnings.warn(
+            f"the codes of {folder.name} were fitted to {', '.join(found)}, so these figures say "
+            "little of other text; evaluate on a text of its own",
+            stacklevel=2,
+        )
+    return found
+
+
+def _calibration_digests(report: Mapping[str, Any]) -> set[str]:
+    """SHA-256 of all files that codes were fitted to, layer by layer or together."""
+    runs = [report, *report.get("distillation", ())]
+    texts = [run["calibration"] for run in runs if run.get("calibration") is not None]
+    return {file["sha256"] for text in texts for file in text["files"]}
 
 
 def announced(scores: Iterator[Scores], total: int, notes: Notes, what: str) -> Iterator[Scores]:

@@ -11,6 +11,7 @@ from .evaluation import (
     ActivationFlags,
     WindowFlags,
     announced,
+    fitted_to,
     perplexity_as_json,
     perplexity_as_text,
     read_texts,
@@ -61,6 +62,7 @@ def perplexity(
     folder = ModelFolder.open(model, dtype, notes, revision, implementation)
     refuse_long_window(folder, windows.window)
     cut = windows.windows(read_texts(names, folder, windows.window))
+    calibrated_on = fitted_to(folder, names)
     loaded = activations.apply(folder.load(notes), folder, windows)
     scores = score(loaded, cut, batch_size=windows.batch_size)
     result = measure(announced(scores, cut.scored, notes, model), what=model)
@@ -69,6 +71,7 @@ def perplexity(
             {
                 "model": model,
                 "dtype": folder.config.dtype,
+                "calibrated_on": calibrated_on,
                 "activations": activations.as_json(),
                 **windows_as_json(cut, names),
                 **perplexity_as_json(result),

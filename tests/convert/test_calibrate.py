@@ -18,14 +18,13 @@ from convert.calibrate import (
     stages,
 )
 from convert.layer import quantise_layer
-from convert.methods import rounded_without_data
-from convert.tuning import fit_codes, layer_error
+from convert.layer_fit import layer_error
+from convert.methods import dequantise, rounded_without_data
+from convert.tuning import Start, fit_codes
 from qwen_jax import CausalLM, QwenConfig
 from qwen_jax.errors import RequestError
 from qwen_jax.quant import Method, Recipe, Rule, WeightFormat
 from tests.qwen_jax.coded_folder import coded_model
-
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 # Full attention at 1 and 2: not every fourth.
 KINDS = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
@@ -173,36 +172,40 @@ def test_fitted_codes_are_never_worse_than_their_start(model, rate):
     weight = at(layer, path)[...]
     solved = rounded_without_data(np.asarray(weight), Rule(path, format))
     scale = np.asarray(jnp.asarray(solved.codes.scale * 1.25).astype(jnp.bfloat16), np.float32)
-    solved = {path: solved._replace(codes=solved.codes._replace(scale=scale))}
-    at(layer, path).set_value(solved[path].weight(format))
+    start = Start(solved.codes._replace(scale=scale), solved.input_scale)
+    at(layer, path).set_value(dequantise(start.codes, format))
     before = advance(layer, model.config, hidden)
     batches = [(hidden[i : i + 2], target[i : i + 2]) for i in (0, 2, 4)]
-    fitted = fit_codes(
+    losses: list[float] = []
+    fit = fit_codes(
         layer,
         {path: weight},
-        solved,
+        {path: start},
         {path: format},
         layer_error(model.config),
-        batches[:2],
+        batches[:2] * 60,
         batches[2:],
-        steps=120,
         code_rate=rate,
         scale_rate=rate,
+        tell=lambda step, loss: losses.append(float(loss)),
     )
+    codes = fit.codes[path]
+    at(layer, path).set_value(dequantise(codes, format))
     after = advance(layer, model.config, hidden)
-    start, end = (np.square(y[4:] - target[4:]).sum() for y in (before, after))
-    codes = fitted[path].codes
-    if rate < 1:
-        assert end < 0.8 * start
-        assert np.any(codes.values != solved[path].codes.values)
+    first, last = (np.square(y[4:] - target[4:]).sum() for y in (before, after))
+    assert len(losses) == 120 and losses[0] == pytest.approx(fit.before, rel=0.5)
+    assert fit.better == (rate < 1) == (fit.after < fit.before)
+    if fit.better:
+        assert last < 0.8 * first
+        np.testing.assert_allclose(fit.after / fit.before, last / first, rtol=1e-3)
+        assert np.any(codes.values != start.codes.values)
         assert np.any(codes.scale != scale)
     else:
-        assert end == start  # the steps are far too large, so all is as it was
+        assert last == first  # the steps are far too large, so all is as it was
     assert codes.values.dtype == np.uint8 and codes.values.max() < 8
     stored = jnp.asarray(codes.scale).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(codes.scale, stored)
     assert np.isfinite(codes.scale).all() and (codes.scale > 0).all()
-    np.testing.assert_array_equal(fitted[path].weight(format), at(layer, path)[...])
 
 
 def test_a_rule_for_no_matrix_is_refused(model):

@@ -79,7 +79,7 @@ def test_text_without_a_tokenizer_or_with_another_models_is_refused(tmp_path, to
     path.write_text(TEXT)
     with pytest.raises(RequestError, match="no tokenizer"):
         read_calibration([path], None, 4096)
-    with pytest.raises(RequestError, match=r"4096.*not the model's"):
+    with pytest.raises(RequestError, match=r"4095.*another model's"):
         read_calibration([path], tokenizer, 1000)
     with pytest.raises(RequestError, match="no file holds 0 tokens"):
         read_calibration([], tokenizer, 4096)

@@ -227,7 +227,7 @@ def test_kernel_lowers_for_cuda(name):
     assert module.count("xla.gpu.triton") == 1
 
 
-def test_the_reference_writes_pools_in_place():
+def test_the_reference_writes_pools_in_place(optimised):
     arguments = dataclasses.replace(CASES["one token, int8"].spec, columns=400).arguments()
     run = functools.partial(attention_inputs, implementation="reference")
     lowered = jax.jit(run, donate_argnums=(7, 8, 11)).lower(*arguments)

@@ -14,8 +14,6 @@ from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import expert_dispatch
 from pallas_kernels.expert_dispatch.reference import GATHER_TOKENS
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 run = jax.jit(expert_dispatch)
 
 WIDTH, HIDDEN, EXPERTS, SLOTS = 72, 40, 6, 3

@@ -33,9 +33,6 @@ from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import SPECS, Matrix, Spec, of_one
 from pallas_kernels.testing import interpreted, norm_error
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
-
 Call = tuple[jax.Array, tuple[QTensor | jax.Array, ...], Norm | None]
 
 
@@ -184,7 +181,6 @@ def test_a_large_matrix_is_made_part_by_part(monkeypatch):
     assert max(int(outputs) for outputs in made if outputs != "66") == 32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tiles(name):
     with interpreted():

@@ -200,7 +200,7 @@ def test_many_tokens_cost_their_slots_and_not_the_experts():
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 256), (64, 256), (512, 256)])
-def test_memory_is_bounded_by_what_is_routed(tokens, experts):
+def test_memory_is_bounded_by_what_is_routed(optimised, tokens, experts):
     # In float32, as XLA for CPUs before JAX 0.12 widens all bfloat16 weights at once.
     shapes = arguments(tokens, 8, experts)
     width, slots = shapes[0].shape[1], 8 * tokens
@@ -215,7 +215,7 @@ def test_memory_is_bounded_by_what_is_routed(tokens, experts):
     assert flops < 2 * tokens * experts * one_expert / 8
 
 
-def test_memory_does_not_grow_with_the_number_of_layers():
+def test_memory_does_not_grow_with_the_number_of_layers(optimised):
     x, *routed = arguments(512, 8, 8)
 
     def memory(layers: int) -> int:

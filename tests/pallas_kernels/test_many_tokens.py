@@ -20,8 +20,6 @@ from pallas_kernels.expert_dispatch.many_tokens import many_tokens
 from pallas_kernels.expert_dispatch.many_tokens_config import Grouped, ManyTokens, heuristic
 from pallas_kernels.testing import interpreted, norm_error
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 SETTINGS: dict[str, Any] = {"shared": None, "inner_dtype": jnp.bfloat16, "dtype": jnp.float32}
 
 

@@ -17,8 +17,6 @@ from pallas_kernels.router.config import FEW_ROWS, Config
 from pallas_kernels.router.specs import OPTIONS, SPECS, Spec
 from pallas_kernels.testing import interpreted
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 
 def choice(logits, options, slots: int, *, renormalise: bool):
     """Ids and weights by the rule, in float64, row by row."""

@@ -16,6 +16,7 @@ from benchmarks.parity import Expected, read_expected, run_prompts
 from qwen_jax import CausalLM, QwenConfig
 from qwen_jax.model import ModelOutput
 from qwen_jax.text import Tokenizer
+from tests.compiling import optimised
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -63,8 +64,12 @@ def demo_expected() -> Expected:
 
 @pytest.fixture(scope="session")
 def demo_output(demo: tuple[CausalLM, Tokenizer], demo_expected: Expected) -> ModelOutput:
-    """The demo model over the prompts of `demo_expected` as one ragged batch, without a cache."""
-    return run_prompts(demo[0], list(demo_expected.prompts.values()))
+    """The demo model over the prompts of `demo_expected` as one ragged batch, without a cache.
+
+    By the program that users run.
+    """
+    with optimised():
+        return run_prompts(demo[0], list(demo_expected.prompts.values()))
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def test_differences_are_ten_times_smaller_than_the_bar(figures):
     assert max(relative) <= 1e-4
 
 
-def test_greedy_tokens_are_reproduced(fast_compile, demo, demo_expected):
+def test_greedy_tokens_are_reproduced(demo, demo_expected):
     figures = list(greedy_figures(demo[0], demo_expected))
     assert [figure.array for figure in figures] == [
         "greedy.short",

@@ -21,8 +21,6 @@ from qwen_jax.compile_time import compile_seconds
 from qwen_jax.errors import RequestError
 from qwen_jax.text import Tokenizer
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 # One number of new tokens and few batch sizes, so that few programs are compiled.
 NEW = 16
 TEXTS = ["And Moses said unto", "import sys\n", "In the beginning"]
@@ -56,7 +54,7 @@ def ids(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def greedy(model: CausalLM, tokenizer: Tokenizer, fast_compile_all: None) -> list[GenerationResult]:
+def greedy(model: CausalLM, tokenizer: Tokenizer) -> list[GenerationResult]:
     """The greedy continuation of each text, all in one batch."""
     return qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW)
 

@@ -22,8 +22,6 @@ from qwen_jax.errors import CheckpointError, RequestError
 from qwen_jax.quant import QTensor, Scheme, TensorScheme, WeightFormat, in_codes
 from tests.qwen_jax.coded_folder import arrays_of, coded_model, scheme_from, write_coded
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 UP = "model.layers.0.mlp.experts.gate_up_proj"
 DOWN = "model.layers.0.mlp.experts.down_proj"
 

@@ -1,10 +1,7 @@
 import numpy as np
-import pytest
 
 from convert.methods import activation_aware, dequantise, solve
 from qwen_jax.quant import WeightFormat
-
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 FORMAT = WeightFormat(3, 32)
 

@@ -9,8 +9,6 @@ from convert.methods import dequantise, gptq, refined, round_to_nearest, solve
 from convert.methods.hessian import DAMPING, factor
 from qwen_jax.quant import WeightFormat
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 FORMAT = WeightFormat(3, 32)
 FACTOR = jax.jit(factor)
 

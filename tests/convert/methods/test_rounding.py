@@ -7,8 +7,6 @@ import pytest
 from convert.methods import Codes, dequantise, min_max, round_to_nearest
 from qwen_jax.quant import WeightFormat
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 FORMATS = [WeightFormat(b, g, s) for b, g, s in itertools.product((3, 4, 8), (32,), (True, False))]
 # Of all formats' tests, so that each format is compiled once.
 SHAPE = (3, 4, 70)

@@ -23,8 +23,6 @@ from tests.convert.quantization import models
 from tests.convert.quantization.models import WINDOW, WINDOWS
 from tests.convert.writing.folders import contents
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 ROOT = Path(__file__).parents[3]
 LIMIT = 1 << 30
 PARTS = 4  # embedding, two layers, head
@@ -122,10 +120,7 @@ def sizes(whole: dict[str, bytes]) -> list[int]:
     return [len(data) - 8 - int.from_bytes(data[:8], "little") for data in shards]
 
 
-@pytest.mark.parametrize(
-    "lose",
-    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("nothing", "newest")), "states"],
-)
+@pytest.mark.parametrize("lose", ["nothing", "newest", "states"])
 def test_a_run_goes_on_to_the_same_bytes(place, whole, tmp_path, lose):
     """Stopped in every part in turn; hidden states that are lost are made again."""
     out, told = tmp_path / "out", list[str]()
@@ -141,7 +136,6 @@ def test_a_run_goes_on_to_the_same_bytes(place, whole, tmp_path, lose):
     assert not list(tmp_path.glob("out?*"))
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bytes(place, whole, tmp_path):
     """Killed after a layer is solved, while it is written or before."""
     out, work = tmp_path / "out", tmp_path / "out.partial"

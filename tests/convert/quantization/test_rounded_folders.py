@@ -22,8 +22,6 @@ from tests.convert.quantization.models import RULES, recipe, source
 from tests.convert.quantization.reading import dequantised
 from tests.convert.sources import PER_EXPERT, Shell, bits, read, tensors
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 COMPOSITE = Layout("model.language_model.", experts="per_expert", mtp_experts="per_expert")
 
 

@@ -172,7 +172,7 @@ def test_more_tokens_than_an_integer_holds_overflow(config):
     assert int(after.num_free) == 7
 
 
-def test_operations_write_to_the_donated_cache_and_copy_no_pool(config, operations):
+def test_operations_write_to_the_donated_cache_and_copy_no_pool(optimised, config, operations):
     # In float32, as XLA for CPUs before JAX 0.12 widens a bfloat16 scatter to a float32 pool.
     cache = init_cache(config, 4, 4096)
     pool = cache.layers[1].key.nbytes

@@ -283,7 +283,7 @@ def test_damage_to_a_native_folder_is_found(run, native, damage, words):
     assert [word for word in words if word not in outcome.err] == []
 
 
-def test_good_folders_are_verified(run, tiny, tmp_path, fast_compile):
+def test_good_folders_are_verified(run, tiny, tmp_path):
     native = tmp_path / "native"
     outcome = run("convert", tiny, str(native), "--verify", "--quiet")
     assert (outcome.code, outcome.err) == (0, "")

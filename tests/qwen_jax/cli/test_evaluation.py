@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,6 @@ from qwen_jax.text import Tokenizer
 
 CUT = ("--window", "32", "--batch-size", "2", "-q")
 USAGE, FAILURE = 2, 1
-
-
-@pytest.fixture(autouse=True)
-def _quick(fast_compile):
-    """Programs that run once."""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +110,33 @@ def test_divergence_with_and_without_a_stored_base(run, tiny, other, text, tmp_p
     refused(run("divergence", tiny, other, text, *CUT, *bf16), USAGE, "the base's dtype")
 
 
+@pytest.mark.filterwarnings("default:the codes of:UserWarning")
+@pytest.mark.parametrize("fitted", ["calibration", "distillation"])
+def test_text_that_codes_were_fitted_to_is_told(run, tiny, text, tmp_path, fitted):
+    folder = tmp_path / "coded"
+    shutil.copytree(tiny, folder)
+    digest = hashlib.sha256(Path(text).read_bytes()).hexdigest()
+    calibration = {"files": [{"name": "t", "sha256": digest}]}
+    runs = {"calibration": calibration}
+    content = runs if fitted == "calibration" else {"calibration": None, "distillation": [runs]}
+    (folder / "quantization_report.json").write_text(json.dumps(content))
+    flags = (*CUT, "--max-windows", "1", "--json")
+    other = tmp_path / "other.txt"
+    other.write_text(Path(text).read_text() + " And so on.")
+    for command in (("perplexity",), ("divergence", tiny)):
+        outcome = run(*command, str(folder), text, *flags)
+        warning = f"warning: the codes of {folder} were fitted to {text}"
+        assert outcome.err.startswith(warning) and outcome.err.count("\n") == 1
+        found = json.loads(outcome.out)
+        assert found.get("other", found)["calibrated_on"] == [text]
+        unknown = run(*command, str(folder), str(other), *flags)
+        assert unknown.err == ""
+        found = json.loads(unknown.out)
+        assert found.get("other", found)["calibrated_on"] == []
+    (folder / "quantization_report.json").write_text('{"calibration": 3}')
+    refused(run("perplexity", str(folder), text, *flags), FAILURE, "quantization_report.json")
+
+
 def test_activations_in_few_bits(run, tiny, text, tmp_path):
     calibration = tmp_path / "calibration.txt"
     calibration.write_text("In the beginning God created the heaven and the earth. " * 8)
@@ -154,6 +178,12 @@ def test_texts_are_refused(run, tiny, text, tmp_path, write_tiny):
     refused(run("perplexity", tiny, text, *CUT, *same), USAGE, "evaluated and calibrated on")
     mute = str(write_tiny(tmp_path / "mute", tokenizer=False))
     refused(run("perplexity", mute, text, *CUT), USAGE, "has no tokenizer")
+
+
+@pytest.mark.parametrize("flag", ["--revision", "--other-revision"])
+def test_revisions_are_for_the_hub(run, tiny, text, flag):
+    words = ("revision 'main'", "not on the Hub")
+    refused(run("divergence", tiny, tiny, text, *CUT, flag, "main"), USAGE, *words)
 
 
 def test_models_of_other_vocabularies_are_refused(run, tiny, text, tmp_path, write_tiny):

@@ -25,7 +25,7 @@ PROMPTS = ("short", "n65", "n200")
 
 
 @pytest.fixture(scope="module")
-def prompts(demo_expected, fast_compile_all) -> list[list[int]]:
+def prompts(demo_expected) -> list[list[int]]:
     return [demo_expected.prompts[name] for name in PROMPTS]
 
 

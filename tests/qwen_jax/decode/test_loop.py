@@ -32,8 +32,6 @@ from qwen_jax.decode.state import advance
 from qwen_jax.errors import CacheFullError, RequestError
 from tests.qwen_jax.decode.texts import run_step
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 CAPACITY = 64
 MAX_LENGTH, BLOCK = 72, 3
 GREEDY = SamplingOptions()

@@ -35,7 +35,7 @@ def test_prefill_in_any_chunking_equals_one_pass(real, pieces):
     np.testing.assert_array_equal(cache.length, real.lengths)
 
 
-def test_token_by_token_equals_one_pass(real):
+def test_token_by_token_equals_one_pass(optimised, real):
     cache, worst = real.cache(), 0.0
     for step in range(real.lengths.max()):
         active = step < real.lengths
@@ -46,7 +46,7 @@ def test_token_by_token_equals_one_pass(real):
     np.testing.assert_array_equal(cache.length, real.lengths)
 
 
-def test_a_long_prompt_at_once_equals_one_pass_without_cache(fast_compile, real):
+def test_a_long_prompt_at_once_equals_one_pass_without_cache(real):
     length = len(real.prompts[-1])
     logits, cache = prefill_prompts(real.model, real.cache(1), real.prompts[-1:], chunk_size=length)
     assert real.difference(logits, real.last[-1:]) <= BAR
@@ -54,7 +54,7 @@ def test_a_long_prompt_at_once_equals_one_pass_without_cache(fast_compile, real)
 
 
 @pytest.fixture
-def small(tiny: CausalLM, fast_compile: None) -> Texts:
+def small(tiny: CausalLM) -> Texts:
     """The tiny model at lengths around the borders of blocks and of the convolution."""
     return random_texts(tiny, (2, 4, 16, 41))
 

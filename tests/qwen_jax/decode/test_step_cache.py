@@ -29,7 +29,7 @@ BLOCK = 3
 
 
 @pytest.fixture
-def small(tiny: CausalLM, fast_compile: None) -> Texts:
+def small(tiny: CausalLM) -> Texts:
     return random_texts(tiny, tuple(LENGTHS.tolist()))
 
 
@@ -186,7 +186,7 @@ def test_an_unknown_option_is_refused(no_type_checks, tiny, option):
 
 
 @pytest.mark.parametrize("length", [-1, 5])
-def test_an_impossible_length_is_flagged_and_takes_no_token(tiny, fast_compile, length):
+def test_an_impossible_length_is_flagged_and_takes_no_token(tiny, length):
     cache = init_cache(tiny.config, 2, 9)
     tokens = np.ones((2, 4), np.int32)
     output, cache = run_prefill(tiny, cache, tokens, np.array([length, 4], np.int32))

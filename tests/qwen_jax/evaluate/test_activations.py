@@ -92,7 +92,7 @@ def test_scale_belongs_to_the_static_kind():
         fake_quantise(jnp.ones(3), ActivationFormat(4), jnp.ones(3))
 
 
-def test_experts_one_by_one_are_the_experts(fast_compile, sparse):
+def test_experts_one_by_one_are_the_experts(sparse):
     experts = sparse.layers[0].mlp.experts
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(0, 1, (2, 20, 32)), jnp.float32)
@@ -111,7 +111,7 @@ def test_experts_one_by_one_are_the_experts(fast_compile, sparse):
     assert np.asarray(used).sum() == (ids < 6).sum()
 
 
-def test_experts_in_codes_are_those_they_stand_for(fast_compile, sparse):
+def test_experts_in_codes_are_those_they_stand_for(sparse):
     """Rounding works the same whether an expert is stored in codes or as the same numbers."""
     model = nnx.clone(sparse)
     experts = with_activations(model, ActivationFormat(4)).layers[0].mlp.experts
@@ -141,7 +141,7 @@ def test_every_matrix_of_a_recipe_is_wrapped_and_nothing_else(tiny):
     assert not any(isinstance(module, kinds) for _, module in nnx.iter_modules(tiny))
 
 
-def test_a_rounded_layer_is_the_layer_on_rounded_inputs(fast_compile, sparse):
+def test_a_rounded_layer_is_the_layer_on_rounded_inputs(sparse):
     """Composed by hand: inputs of the experts rounded, then what each expert makes of them."""
     format = ActivationFormat(4)
     moe = with_activations(sparse, format).layers[0].mlp
@@ -164,7 +164,7 @@ def windows(random_text) -> Windows:
 
 
 @pytest.fixture(scope="module")
-def scales(fast_compile_all, sparse, windows):
+def scales(sparse, windows):
     return activation_scales(sparse, windows, STATIC, batch_size=2)
 
 

@@ -27,7 +27,7 @@ class Request:
 
 
 @pytest.fixture(scope="module")
-def adapter(fast_compile_all, reader) -> HarnessAdapter:
+def adapter(reader) -> HarnessAdapter:
     return HarnessAdapter(*reader, name="models/reader", batch_size=2, max_model_len=24)
 
 
@@ -190,7 +190,7 @@ def test_without_lm_eval_the_extra_is_named(reader):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_task_of_local_text(tmp_path, demo, fast_compile):
+def test_a_task_of_local_text(tmp_path, demo):
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 

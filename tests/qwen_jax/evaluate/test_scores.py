@@ -18,8 +18,7 @@ from qwen_jax.evaluate.divergence import kl_terms
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
-@pytest.mark.slow
-def test_loss_of_the_demo_is_that_of_transformers(fast_compile, demo, demo_expected: Expected):
+def test_loss_of_the_demo_is_that_of_transformers(demo, demo_expected: Expected):
     """On one of the stored prompts."""
     prompt = Document("n200", np.array(demo_expected.prompts["n200"], np.int32))
     expected = -demo_expected.arrays["n200.next_token_logprob"].astype(np.float64)
@@ -38,9 +37,7 @@ def test_loss_of_the_demo_on_held_out_text(demo, demo_expected: Expected):
     assert abs(result.mean_nll - demo_expected.values["eval_nll_16x512"]) < 1e-5
 
 
-def test_strided_windows_are_plain_calls_of_the_model(
-    fast_compile, sparse, random_text, log_softmax
-):
+def test_strided_windows_are_plain_calls_of_the_model(sparse, random_text, log_softmax):
     """Uneven windows in one padded batch against calls without padding."""
     text = random_text(45)
     windows = Windows([text], window=20, stride=15)
@@ -54,7 +51,7 @@ def test_strided_windows_are_plain_calls_of_the_model(
     assert result.mean_nll == pytest.approx(np.mean(expected), abs=1e-6)
 
 
-def test_a_model_does_not_diverge_from_itself(fast_compile, sparse, random_text):
+def test_a_model_does_not_diverge_from_itself(sparse, random_text):
     windows = Windows([random_text(45)], window=20, stride=15)
     base, other = (score(sparse, windows, batch_size=2) for _ in range(2))
     result = divergence(base, other)
@@ -111,7 +108,7 @@ def test_divergence_is_exact_for_near_and_far_distributions(size, log_softmax):
     assert (np.asarray(kl_terms(*rounded)) >= -1e-12).all()
 
 
-def test_nan_logits_name_the_window(fast_compile, sparse, random_text):
+def test_nan_logits_name_the_window(sparse, random_text):
     broken = nnx.clone(sparse)
     table = broken.embed_tokens.weight
     table.set_value(table[...].at[60].set(jnp.nan))

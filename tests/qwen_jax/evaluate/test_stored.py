@@ -24,7 +24,7 @@ def windows(random_text) -> Windows:
 
 
 @pytest.fixture
-def file(tmp_path, fast_compile, sparse, windows):
+def file(tmp_path, sparse, windows):
     path = tmp_path / "base"
     store(path, score(sparse, windows, batch_size=2), ORIGIN, windows, 61)
     return path

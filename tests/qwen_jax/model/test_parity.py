@@ -19,8 +19,6 @@ from qwen_jax.model import ModelOutput
 from qwen_jax.model.rope import inverse_frequencies
 from tests.golden.weights import FOLDER, case_names, load_case, write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 BAR = 1e-4  # of the standard deviation of what is compared
 ROPES: dict[str, dict[str, Any]] = json.loads((FOLDER / "rope.json").read_text())["cases"]
 
@@ -63,7 +61,6 @@ class Run:
 def run(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    fast_compile_all: None,
 ) -> Run:
     case, arrays = load_case(request.param)
     folder = write_checkpoint(tmp_path_factory.mktemp(request.param), case)

@@ -19,8 +19,6 @@ from qwen_jax.quant import QTensor, TensorScheme, WeightFormat, abstract_qtensor
 from qwen_jax.quant.random import random_qtensor
 from tests.qwen_jax.coded_folder import arrays_of, coded_model, scheme_from, write_coded
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 ROOT = Path(__file__).parents[3]
 
 
