@@ -109,7 +109,7 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
     Args:
         cores: multiprocessors.
         rows: rows of x.
-        outputs: O.
+        outputs: of all matrices of the call.
         units: U.
         group_units: units a group.
     """
@@ -118,6 +118,16 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
     if rows <= SOME_ROWS:
         return _some_rows(rows, group_units)
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
+
+
+def without_codes(config: Config, rows: int) -> Config:
+    """The same cut for a matrix of numbers.
+
+    Its bytes are several times those of codes, so that a program of few rows takes fewer outputs.
+    """
+    if isinstance(config, FewRows):
+        return dataclasses.replace(config, outputs=max(1, FEW_ROWS // rows))
+    return config
 
 
 def _few_rows(cores: int, rows: int, outputs: int, units: int) -> FewRows:

@@ -7,18 +7,21 @@ thread's values until their sums are added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
-from .._compat import multiply_add, triton_call
+from .._compat import multiply_add
+from . import uncoded
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .operands import Shape, iota, load, per_group, words
+from .pieces import Piece, launch
 from .unit import multiplied, offsets
 
 # So many inputs a thread reads at once: 16 bytes.
@@ -26,65 +29,82 @@ PIECE = 8
 UNROLLED = 2
 
 
-def product(
-    shape: Shape,
-    x: Float[Array, "M I"],
-    codes: UInt[Array, "O words"],
-    scale: Float[Array, "O J"],
-    zero: Float[Array, "O J"] | None,
-    config: FewRows,
-) -> Float[Array, "M O"]:
-    """See `api.dequant_matmul`."""
+def products(
+    x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[FewRows]
+) -> tuple[Float[Array, "M _O"], ...]:
+    """See `api.dequant_matmul`; warps are the same in all configurations."""
+
+    def body(index: int, first: Any, _: Any, x_ref: Any, refs: Any, out_ref: Any) -> None:
+        piece, config = pieces[index], configs[index]
+        if piece.coded:
+            _product(piece.shape, config, first, x_ref, refs, out_ref)
+        else:
+            uncoded.few_rows(piece.shape, config, first, x_ref, refs[0], out_ref)
+
+    shapes = [piece.shape for piece in pieces]
+    return launch(
+        body,
+        x,
+        pieces,
+        [config.outputs for config in configs],
+        [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],
+        num_warps=configs[0].num_warps,
+        num_stages=1,
+        name="dequant_matmul_few_rows",
+    )
+
+
+def _product(
+    shape: Shape, config: FewRows, first: Any, x_ref: Any, refs: Sequence[Any], out_ref: Any
+) -> None:
+    """Outputs of one program.
+
+    Args:
+        shape: of the piece.
+        config: see there.
+        first: output of the program.
+        x_ref: rows.
+        refs: codes, scales and perhaps zero points.
+        out_ref: the result.
+    """
     tile = config.outputs_at_once, config.units
     count = config.outputs // tile[0]
     steps = pl.cdiv(shape.units, config.units)
-    arrays = [x, codes, scale] + ([] if zero is None else [zero])
-    centre = CENTRES[shape.bits] if zero is None else 0.0
+    codes_ref, *numbers = refs
+    has_zero = len(numbers) > 1
+    centre = 0.0 if has_zero else CENTRES[shape.bits]
 
-    def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        first = pl.program_id(0) * config.outputs
+    def add(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        unit = step * tile[1] + iota(tile, 1)
+        outputs = [first + index * tile[0] + iota(tile, 0) for index in range(count)]
+        group = unit // shape.group_units
+        read = []
+        for output in outputs:
+            mask = shape.mask((config.outputs, tile[1]), output, unit)
+            found = [per_group(ref, output, group, mask) for ref in numbers]
+            read.append((words(shape, codes_ref, output, unit, mask), *found))
+        rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
+        starts = [_start(values, shape.bits, centre) for values in rows]
+        totals = [_sum(values) for values in rows] if has_zero else []
+        found = []
+        for index, (codes, scales, *zeros) in enumerate(read):
+            products = [
+                multiplied(codes, values, start) for values, start in zip(rows, starts, strict=True)
+            ]
+            for row, product in enumerate(products):
+                if zeros:
+                    product = product - zeros[0] * totals[row]
+                found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
+        return tuple(found)
 
-        def add(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            unit = step * tile[1] + iota(tile, 1)
-            outputs = [first + index * tile[0] + iota(tile, 0) for index in range(count)]
-            group = unit // shape.group_units
-            read = []
-            for output in outputs:
-                mask = shape.mask((config.outputs, tile[1]), output, unit)
-                numbers = [per_group(ref, output, group, mask) for ref in (scale_ref, *refs[:-1])]
-                read.append((words(shape, codes_ref, output, unit, mask), *numbers))
-            rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
-            starts = [_start(values, shape.bits, centre) for values in rows]
-            totals = [_sum(values) for values in rows] if zero is not None else []
-            found = []
-            for index, (codes, scales, *zeros) in enumerate(read):
-                products = [
-                    multiplied(codes, values, start)
-                    for values, start in zip(rows, starts, strict=True)
-                ]
-                for row, product in enumerate(products):
-                    if zeros:
-                        product = product - zeros[0] * totals[row]
-                    found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
-            return tuple(found)
-
-        sums = (jnp.zeros(tile, jnp.float32),) * (count * shape.rows)
-        if steps <= UNROLLED:
-            for step in range(steps):
-                sums = add(step, sums)
-        else:
-            sums = jax.lax.fori_loop(0, steps, add, sums)
-        for row in range(shape.rows):
-            _store(shape, refs[-1], row, first, list(sums[row :: shape.rows]))
-
-    return triton_call(
-        kernel,
-        num_warps=config.num_warps,
-        num_stages=1,
-        name="dequant_matmul_few_rows",
-        grid=(pl.cdiv(shape.outputs, config.outputs),),
-        out_shape=jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype),
-    )(*arrays)
+    sums = (jnp.zeros(tile, jnp.float32),) * (count * shape.rows)
+    if steps <= UNROLLED:
+        for step in range(steps):
+            sums = add(step, sums)
+    else:
+        sums = jax.lax.fori_loop(0, steps, add, sums)
+    for row in range(shape.rows):
+        _store(shape, out_ref, row, first, list(sums[row :: shape.rows]))
 
 
 def _inputs(

@@ -64,6 +64,6 @@ class SparseMoE(nnx.Module):
         routing = without_padding(self.gate(x, context), context.valid, experts)
         y = self.experts(x, routing)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            strength = jax.nn.sigmoid(self.shared_expert_gate(x))
-            y = y + jnp.broadcast_to(strength, x.shape) * self.shared_expert(x)
+            shared, strength = self.shared_expert.beside(x, self.shared_expert_gate)
+            y = y + jnp.broadcast_to(jax.nn.sigmoid(strength), x.shape) * shared
         return y, routing

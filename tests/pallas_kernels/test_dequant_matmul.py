@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,34 +28,53 @@ from pallas_kernels.dequant_matmul.config import (
     Unpacked,
     heuristic,
 )
-from pallas_kernels.dequant_matmul.specs import SPECS, Spec
+from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.dequant_matmul.specs import SPECS, Matrix, Spec, of_one
 from pallas_kernels.testing import interpreted, norm_error
 
 pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 
+Call = tuple[jax.Array, tuple[QTensor | jax.Array, ...]]
+
+
 @functools.cache
-def drawn(spec: Spec) -> tuple[list[jax.Array | None], np.ndarray]:
-    """Arrays of a call, and the product in float64. Bits behind the last input are ones."""
+def drawn(spec: Spec) -> tuple[Call, list[np.ndarray]]:
+    """Arrays of a call, and the products in float64."""
     rng = np.random.default_rng(spec.outputs)
-    _, codes, scale, _ = spec.arguments()
-    values = rng.integers(0, 2**spec.bits, (spec.outputs, spec.inputs))
-    tail = ((0, 0), (0, -spec.inputs % layout.UNIT))
-    packed = layout.pack(np.pad(values, tail, constant_values=2**spec.bits - 1), spec.bits)
-    assert packed.shape == codes.shape
     x = jnp.asarray(rng.standard_normal((spec.rows, spec.inputs)), jnp.bfloat16)
-    scales = jnp.asarray(rng.uniform(0.1, 3, scale.shape) * rng.choice((-1, 1), scale.shape))
-    scales = scales.astype(scale.dtype)
+    weights, expected = [], []
+    for matrix in spec.matrices:
+        weight, numbers = drawn_matrix(rng, matrix, spec.inputs)
+        weights.append(weight)
+        expected.append(np.asarray(x, np.float64) @ numbers.T)
+    return (x, tuple(weights)), expected
+
+
+def drawn_matrix(
+    rng: np.random.Generator, matrix: Matrix, inputs: int
+) -> tuple[QTensor | jax.Array, np.ndarray]:
+    """A matrix and its numbers in float64. Bits behind the last input are ones."""
+    shapes: Any = matrix.array(inputs)
+    if not matrix.coded:
+        weight = jnp.asarray(rng.standard_normal(shapes.shape), shapes.dtype)
+        return weight, np.asarray(weight, np.float64)
+    values = rng.integers(0, 2**matrix.bits, (matrix.outputs, inputs))
+    tail = ((0, 0), (0, -inputs % layout.UNIT))
+    packed = layout.pack(np.pad(values, tail, constant_values=2**matrix.bits - 1), matrix.bits)
+    assert packed.shape == shapes.codes.shape
+    groups, dtype = shapes.scale.shape, shapes.scale.dtype
+    scale = jnp.asarray(rng.uniform(0.1, 3, groups) * rng.choice((-1, 1), groups)).astype(dtype)
     zero = None
-    if spec.zero:
-        zero = jnp.asarray(rng.uniform(0, 2**spec.bits, scale.shape), scale.dtype)
+    if matrix.zero:
+        zero = jnp.asarray(rng.uniform(0, 2**matrix.bits, groups), dtype)
 
     def wide(x):
-        return np.repeat(np.asarray(x, np.float64), spec.group_size, axis=1)[:, : spec.inputs]
+        return np.repeat(np.asarray(x, np.float64), matrix.group_size, axis=1)[:, :inputs]
 
-    weight = values - (layout.CENTRES[spec.bits] if zero is None else wide(zero))
-    expected = np.asarray(x, np.float64) @ (weight * wide(scales)).T
-    return [x, jnp.asarray(packed), scales, zero], expected
+    numbers = values - (layout.CENTRES[matrix.bits] if zero is None else wide(zero))
+    weight = QTensor(jnp.asarray(packed), scale, zero, None, inputs, matrix.group_size)
+    return weight, numbers * wide(scale)
 
 
 def bar(spec: Spec) -> float:
@@ -68,16 +88,16 @@ def check(spec: Spec, implementation: str | None, config=None):
     run = functools.partial(api.OPERATION, implementation=implementation, **spec.settings())
     if config is not None:
         run = functools.partial(triton.dequant_matmul, config=config, **spec.settings())
-    y = jax.jit(run)(*arrays)
-    assert y.dtype == spec.result
-    assert y.shape == expected.shape
-    assert norm_error(y, expected) < bar(spec)
+    for y, wanted in zip(jax.jit(run)(*arrays), expected, strict=True):
+        assert y.dtype == spec.result
+        assert y.shape == wanted.shape
+        assert norm_error(y, wanted) < bar(spec)
 
 
 def small(rows: int, bits: int, group_size: int, **more) -> Spec:
     """A call whose sizes are multiples of nothing."""
-    more = {"result": "float32"} | more
-    return Spec(rows, more.pop("outputs", 37), more.pop("inputs", 300), bits, group_size, **more)
+    more = {"outputs": 37, "inputs": 300, "result": "float32"} | more
+    return of_one(rows, bits=bits, group_size=group_size, **more)
 
 
 CASES = {
@@ -185,12 +205,11 @@ def test_kernel_on_a_gpu_equals_the_formula(name):
 def test_leading_axes_are_kept_and_nothing_mixes(rows):
     """NaN in one row of inputs and in one scale; an output whose scales are zero is zero."""
     spec = small(rows, 3, 32, inputs=96, zero=True)
-    (x, codes, scale, zero), _ = drawn(spec)
-    x, scale = x.at[1, 5].set(jnp.nan), scale.at[3, 1].set(jnp.nan).at[7].set(0)
+    (x, (weight,)), _ = drawn(spec)
+    x, scale = x.at[1, 5].set(jnp.nan), weight.scale.at[3, 1].set(jnp.nan).at[7].set(0)
+    weight = dataclasses.replace(weight, scale=scale)
     with interpreted(cores=37):
-        y = dequant_matmul(
-            x[None, :, None], codes, scale, zero, group_size=32, implementation="triton"
-        )
+        [y] = dequant_matmul(x[None, :, None], (weight,), implementation="triton")
     assert y.shape == (1, rows, 1, 37)
     assert y.dtype == jnp.bfloat16
     wide = np.asarray(y[0, :, 0], np.float64)
@@ -198,7 +217,7 @@ def test_leading_axes_are_kept_and_nothing_mixes(rows):
     lost[1], lost[:, 3] = True, True
     np.testing.assert_array_equal(np.isnan(wide), lost)
     assert not wide[~lost[:, 7], 7].any()
-    expected = np.where(np.arange(37) == 7, 0, drawn(spec)[1])
+    expected = np.where(np.arange(37) == 7, 0, drawn(spec)[1][0])
     assert norm_error(np.where(lost, 0, wide), np.where(lost, 0, expected)) < 6e-3
 
 
@@ -209,9 +228,12 @@ def test_gradient_of_the_kernel(check_gradient, normal):
     x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
 
     def function(scale, zero):
-        settings = {"group_size": 32, "dtype": "float32", "implementation": "triton"}
+        weight = QTensor(codes, scale, zero, None, 40, 32)
         with interpreted():
-            return dequant_matmul(jnp.asarray(x, jnp.bfloat16), codes, scale, zero, **settings)
+            [y] = dequant_matmul(
+                jnp.asarray(x, jnp.bfloat16), (weight,), dtype="float32", implementation="triton"
+            )
+        return y
 
     def oracle(scale, zero):
         scale, zero = (np.repeat(z, 32, axis=1)[:, :40] for z in (scale, zero))
@@ -220,31 +242,103 @@ def test_gradient_of_the_kernel(check_gradient, normal):
     check_gradient(function, oracle, normal(5, 2), normal(5, 2))
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_kernel_lowers_for_cuda(name):
-    spec = SPECS[name]
+# Of other bits, groups and numbers of outputs than one another, and two that are no codes.
+MATRICES = (
+    Matrix(37, 3, 32),
+    Matrix(1, 16),
+    Matrix(70, 8, 64, zero=True),
+    Matrix(33, 4, 128, scale="float32"),
+    Matrix(5, 32),
+)
+
+
+def together(rows: int, *matrices: Matrix, inputs: int = 300) -> Spec:
+    """A call with several matrices."""
+    return Spec(rows, inputs, matrices or MATRICES, "float32")
+
+
+TOGETHER = {f"{rows} rows": together(rows) for rows in (1, 3, 7, 65)} | {
+    "few rows, many tiles": together(2, *MATRICES[:3], inputs=1340),
+    "arrays alone": together(1, *MATRICES[1::3]),
+}
+CUT_TOGETHER = {
+    "few rows": (together(2, inputs=520), FewRows(8, 8, 1)),
+    "some rows, split": (together(19, inputs=520), SomeRows(16, 32, 2, blocks=2)),
+}
+
+
+def test_the_reference_of_several_matrices():
+    check(TOGETHER["3 rows"], "reference")
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_several_matrices(name):
+    with interpreted(cores=37):
+        check(TOGETHER[name], "triton")
+
+
+@pytest.mark.parametrize("name", CUT_TOGETHER)
+def test_several_tiles_of_several_matrices(name):
+    with interpreted():
+        check(CUT_TOGETHER[name][0], None, CUT_TOGETHER[name][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TOGETHER | CUT_TOGETHER)
+def test_several_matrices_on_a_gpu(name):
+    spec, config = (TOGETHER | CUT_TOGETHER)[name], None
+    if not isinstance(spec, Spec):
+        spec, config = spec
+    check(spec, None, config)
+
+
+def launches(spec: Spec) -> int:
+    """Kernels that a call becomes on an H200."""
 
     def call(*arrays):
         return api.OPERATION(*arrays, implementation="triton", **spec.settings())
 
-    assert lower_for_cuda(call, *spec.arguments()).count("xla.gpu.triton") == 1
+    return lower_for_cuda(call, *spec.arguments()).count("xla.gpu.triton")
 
 
-def choose(spec=SPECS["16 rows, 12288x2048"], target=H200, settings=None, places=None, **changes):
-    spec = dataclasses.replace(spec, **changes)
-    arrays = list(spec.arguments())
-    for place, array in (places or {}).items():
-        arrays[place] = jax.ShapeDtypeStruct(*array)
-    settings = spec.settings() | (settings or {})
-    return api.OPERATION.choose(*arrays, implementation=None, target=target, **settings)
+@pytest.mark.parametrize("name", SPECS)
+def test_a_call_lowers_for_cuda_as_one_launch(name):
+    assert launches(SPECS[name]) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "number"),
+    [
+        (together(1), 1),
+        (together(65), 3),  # arrays go to XLA
+        (together(16), 2),  # groups of 32 are for four warps, the others for two
+        (together(7, *MATRICES[1:]), 1),
+    ],
+)
+def test_launches_of_several_matrices(spec, number):
+    assert launches(spec) == number
+
+
+MATRIX = Matrix(12288)
+
+
+def choose(
+    matrix=MATRIX, rows=16, inputs=2048, x="bfloat16", dtype="bfloat16", target=H200, **parts
+):
+    """What takes a call with one matrix and a plain one; `parts` are others of the first one."""
+    weight = matrix.array(inputs)
+    parts = {name: jax.ShapeDtypeStruct(*part) if part else None for name, part in parts.items()}
+    weights = dataclasses.replace(weight, **parts), Matrix(1, 16).array(inputs)
+    settings = {"implementation": None, "target": target, "dtype": jnp.dtype(dtype)}
+    return api.OPERATION.choose(jax.ShapeDtypeStruct((rows, inputs), x), weights, **settings)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"bits": 4, "group_size": 32, "zero": True, "scale": "float32", "result": "float32"},
-        {"bits": 8, "inputs": 1},
+        {"matrix": Matrix(12288, 4, 32, True, "float32"), "dtype": "float32"},
+        {"matrix": Matrix(12288, 8), "inputs": 1},
         {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
     ],
 )
@@ -256,12 +350,15 @@ def test_a_gpu_takes_the_kernel(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"scale": "float16"}, "scale is float16, not bfloat16 or float32"),
-        ({"scale": "float16", "zero": True}, "zero is float16"),
-        ({"result": "float16"}, "the result is float16"),
-        ({"places": {0: ((16, 2048), "float32")}}, "x is float32, not bfloat16"),
+        (
+            {"scale": ((12288, 16), "float16")},
+            "scale of weights[0] is float16, not bfloat16 or float32",
+        ),
+        ({"zero": ((12288, 16), "float16")}, "zero of weights[0] is float16"),
+        ({"dtype": "float16"}, "the result is float16"),
+        ({"x": "float32"}, "x is float32, not bfloat16"),
         ({"rows": 2**20}, "x has 2147483648 elements, 2^31 or more"),
-        ({"rows": 2**18}, "the result has 3221225472 elements"),
+        ({"rows": 2**18}, "the result of weights[0] has 3221225472 elements"),
         ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
     ],
 )
@@ -274,27 +371,28 @@ def test_refusals_of_the_kernel(changes, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"bits": 5}, "codes have 5 words for 32 values; accepted is 3, 4 or 8"),
         (
-            {"places": {1: ((12288, 3, 65), "uint32")}},
-            "codes have 65 units of 32 values a row; 2048 inputs need 64",
+            {"codes": ((12288, 5, 64), "uint32")},
+            "weights[0]: codes have 5 words for 32 values in groups of 128; accepted are (3, 4, 8)",
         ),
         (
-            {"places": {2: ((12288, 15), "bfloat16")}},
-            "scale has 15 groups a row; 2048 inputs in groups of 128 need 16",
+            {"codes": ((12288, 3, 65), "uint32")},
+            "codes is uint32[12288, 3, 65]; 2048 inputs in groups of 128 need uint32[12288, 3, 64]",
         ),
-        ({"settings": {"group_size": 16}}, "group_size is 16; accepted is 32, 64 or 128"),
-        ({"settings": {"dtype": jnp.dtype("int8")}}, "dtype is int8; accepted is floating point"),
-        ({"places": {1: ((12288, 3, 64), "int32")}}, "codes is int32; accepted is uint32"),
-        ({"places": {2: ((12, 16), "bfloat16")}}, "scale is [O J] = [12, 16], but O is 12288"),
-        ({"places": {3: ((12288, 8), "bfloat16")}}, "zero is [O J] = [12288, 8], but J is 16"),
+        ({"scale": ((12288, 15), "bfloat16")}, "need floating[12288, 16]"),
+        ({"matrix": Matrix(12288, 3, 16)}, "in groups of 16; accepted are"),
+        ({"dtype": "int8"}, "dtype is int8; accepted is floating point"),
+        ({"codes": ((12288, 3, 64), "int32")}, "codes is int32[12288, 3, 64]; 2048 inputs"),
+        ({"scale": ((12, 16), "bfloat16")}, "scale is bfloat16[12, 16]; 2048 inputs"),
+        ({"zero": ((12288, 8), "bfloat16")}, "zero is bfloat16[12288, 8]; 2048 inputs"),
+        ({"input_scale": ((2048,), "float32")}, "weights[0] has an input_scale"),
     ],
 )
 def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
     choice = choose(**changes)
     assert choice.chosen is None
     for said in choice.refused.values():
-        assert any(reason in text for text in said)
+        assert any(reason in text for text in said), said
 
 
 @pytest.mark.parametrize(
