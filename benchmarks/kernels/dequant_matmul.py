@@ -85,6 +85,9 @@ SWEPT = (
     "1 row, 2048x4096",
     "1 row, head, 4 bits",
     "1 row, 8192x512",
+    "1 row, delta net",
+    "1 row, attention",
+    "1 row, shared expert",
     "256 rows, 12288x2048",
     "4096 rows, 12288x2048",
 )
