@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from ..dispatch import REFERENCE, Implementation, Operation
 from . import reference, triton
+from .norm import Norm
 from .qtensor import QTensor
 
 OPERATION = Operation(
@@ -22,6 +23,7 @@ OPERATION = Operation(
 def dequant_matmul(
     x: Float[Array, "... I"],
     weights: tuple[Float[Array, "_O I"] | QTensor, ...],
+    norm: Norm | None = None,
     *,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
@@ -35,7 +37,8 @@ def dequant_matmul(
         x: rows.
         weights: matrices in codes (without an `input_scale`, which is a factor of x). One that is
             an array is multiplied as it is: put it beside others, where it costs no launch.
-        dtype: of the results; x's if None.
+        norm: of x, in front of the products. Up to 4 rows it is part of their launch.
+        dtype: of the results; if None x's, or that of the norm's weight.
         implementation: "triton", "reference", or None for the first that takes the call.
 
     Returns:
@@ -44,4 +47,7 @@ def dequant_matmul(
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
     """
-    return OPERATION(x, weights, dtype=jnp.dtype(dtype or x.dtype), implementation=implementation)
+    default = x.dtype if norm is None else norm.weight.dtype
+    return OPERATION(
+        x, weights, norm, dtype=jnp.dtype(dtype or default), implementation=implementation
+    )

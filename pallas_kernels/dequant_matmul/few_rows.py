@@ -20,6 +20,7 @@ from .._compat import multiply_add
 from . import uncoded
 from .config import FewRows
 from .layout import CENTRES, UNIT
+from .norm import Norm
 from .operands import Shape, iota, load, per_group, words
 from .pieces import Piece, launch
 from .unit import multiplied, offsets
@@ -30,21 +31,22 @@ UNROLLED = 2
 
 
 def products(
-    x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[FewRows]
+    x: Float[Array, "M I"],
+    norm: Norm | None,
+    pieces: Sequence[Piece],
+    configs: Sequence[FewRows],
 ) -> tuple[Float[Array, "M _O"], ...]:
     """See `api.dequant_matmul`; warps are the same in all configurations."""
 
-    def body(index: int, first: Any, _: Any, x_ref: Any, refs: Any, out_ref: Any) -> None:
+    def body(index: int, first: Any, _: Any, shared: Any, refs: Any, out_ref: Any) -> None:
         piece, config = pieces[index], configs[index]
-        if piece.coded:
-            _product(piece.shape, config, first, x_ref, refs, out_ref)
-        else:
-            uncoded.few_rows(piece.shape, config, first, x_ref, refs[0], out_ref)
+        product = _product if piece.coded else uncoded.few_rows
+        product(piece.shape, config, norm, first, shared, refs, out_ref)
 
     shapes = [piece.shape for piece in pieces]
     return launch(
         body,
-        x,
+        (x,) if norm is None else (x, norm.weight[None]),
         pieces,
         [config.outputs for config in configs],
         [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],
@@ -55,15 +57,22 @@ def products(
 
 
 def _product(
-    shape: Shape, config: FewRows, first: Any, x_ref: Any, refs: Sequence[Any], out_ref: Any
+    shape: Shape,
+    config: FewRows,
+    norm: Norm | None,
+    first: Any,
+    shared: Sequence[Any],
+    refs: Sequence[Any],
+    out_ref: Any,
 ) -> None:
     """Outputs of one program.
 
     Args:
         shape: of the piece.
         config: see there.
+        norm: of the rows.
         first: output of the program.
-        x_ref: rows.
+        shared: rows, and the norm's weight as another row.
         refs: codes, scales and perhaps zero points.
         out_ref: the result.
     """
@@ -74,7 +83,8 @@ def _product(
     has_zero = len(numbers) > 1
     centre = 0.0 if has_zero else CENTRES[shape.bits]
 
-    def add(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+        sums, squares = carry
         unit = step * tile[1] + iota(tile, 1)
         outputs = [first + index * tile[0] + iota(tile, 0) for index in range(count)]
         group = unit // shape.group_units
@@ -83,7 +93,11 @@ def _product(
             mask = shape.mask((config.outputs, tile[1]), output, unit)
             found = [per_group(ref, output, group, mask) for ref in numbers]
             read.append((words(shape, codes_ref, output, unit, mask), *found))
-        rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
+        rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
+        if norm is not None:
+            squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
+            weight = _inputs(shape, shared[1], 0, tile, step)
+            rows = [list(map(norm.weighted, values, weight)) for values in rows]
         starts = [_start(values, shape.bits, centre) for values in rows]
         totals = [_sum(values) for values in rows] if has_zero else []
         found = []
@@ -95,16 +109,21 @@ def _product(
                 if zeros:
                     product = product - zeros[0] * totals[row]
                 found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
-        return tuple(found)
+        return found, squares
 
-    sums = (jnp.zeros(tile, jnp.float32),) * (count * shape.rows)
+    zeros = jnp.zeros(tile, jnp.float32)
+    carry = [zeros] * (count * shape.rows), [] if norm is None else [zeros] * shape.rows
     if steps <= UNROLLED:
         for step in range(steps):
-            sums = add(step, sums)
+            carry = add(step, carry)
     else:
-        sums = jax.lax.fori_loop(0, steps, add, sums)
+        carry = jax.lax.fori_loop(0, steps, add, carry)
     for row in range(shape.rows):
-        _store(shape, out_ref, row, first, list(sums[row :: shape.rows]))
+        sums = carry[0][row :: shape.rows]
+        if norm is not None:
+            factor = jnp.broadcast_to(norm.factor(carry[1][row]), tile)
+            sums = [total * factor for total in sums]
+        _store(shape, out_ref, row, first, sums)
 
 
 def _inputs(
@@ -155,6 +174,12 @@ def _sum(values: list[Array]) -> Array:
     total = values[0]
     for value in values[1:]:
         total = total + value
+    return total
+
+
+def _squares(values: list[Array], total: Array) -> Array:
+    for value in values:
+        total = multiply_add(value, value, total)
     return total
 
 

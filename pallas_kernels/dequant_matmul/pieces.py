@@ -55,7 +55,7 @@ class Piece:
 
 def launch(
     body: Callable[..., None],
-    x: Float[Array, "M I"],
+    shared: Sequence[Array],
     pieces: Sequence[Piece],
     outputs: Sequence[int],
     out_shape: Sequence[jax.ShapeDtypeStruct],
@@ -66,9 +66,9 @@ def launch(
     """Results of all pieces.
 
     Args:
-        body: of a program: (index of the piece, first output, further program ids, reference to x,
-            references to the piece's arrays, reference to its result).
-        x: rows.
+        body: of a program: (index of the piece, first output, further program ids, references to
+            what is shared, to the piece's arrays, and to its result).
+        shared: arrays that all programs read, such as x.
         pieces: matrices.
         outputs: outputs of a program, of each piece.
         out_shape: of each result.
@@ -79,20 +79,21 @@ def launch(
     starts = [0, *itertools.accumulate(counts)]
     places = [0, *itertools.accumulate(len(piece.arrays) for piece in pieces)]
 
-    def kernel(x_ref: Any, *refs: Any) -> None:
+    def kernel(*refs: Any) -> None:
+        shared_refs, refs = refs[: len(shared)], refs[len(shared) :]
         program, *others = (pl.program_id(axis) for axis in range(1 + len(grid)))
         for index, out_ref in enumerate(refs[places[-1] :]):
             start, own = starts[index], refs[places[index] : places[index + 1]]
             first = (program - start) * outputs[index]
 
             def run(index=index, own=own, out_ref=out_ref, first=first) -> None:
-                body(index, first, others, x_ref, own, out_ref)
+                body(index, first, others, shared_refs, own, out_ref)
 
             if len(pieces) == 1:
                 run()
             else:
                 pl.when((program >= start) & (program < starts[index + 1]))(run)
 
-    return triton_call(kernel, grid=(starts[-1], *grid), out_shape=tuple(out_shape), **options)(
-        x, *(array for piece in pieces for array in piece.arrays)
-    )
+    arrays = [*shared, *(array for piece in pieces for array in piece.arrays)]
+    call = triton_call(kernel, grid=(starts[-1], *grid), out_shape=tuple(out_shape), **options)
+    return tuple(call(*arrays))

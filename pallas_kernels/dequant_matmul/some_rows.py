@@ -39,14 +39,14 @@ def products(
     shapes = [piece.shape for piece in pieces]
     dtypes = [shape.dtype if splits == 1 else jnp.float32 for shape in shapes]
 
-    def body(index: int, first: Any, ids: Any, x_ref: Any, refs: Any, out_ref: Any) -> None:
+    def body(index: int, first: Any, ids: Any, shared: Any, refs: Any, out_ref: Any) -> None:
         shape, config, (row_tile, split) = shapes[index], configs[index], ids
         first_row = row_tile * rows
         steps = pl.cdiv(shape.units, config.units)
         share = pl.cdiv(steps, splits)
         part = split * share, jnp.minimum(share, steps - split * share)
         add = _product if pieces[index].coded else uncoded.some_rows
-        total = add(shape, config, first, first_row, part, x_ref, *refs)
+        total = add(shape, config, first, first_row, part, *shared, *refs)
         tile = config.outputs, rows
         output, row = first + iota(tile, 0), first_row + iota(tile, 1)
         plt.store(
@@ -57,7 +57,7 @@ def products(
 
     parts = launch(
         body,
-        x,
+        (x,),
         pieces,
         [config.outputs for config in configs],
         [

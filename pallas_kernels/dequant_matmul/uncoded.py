@@ -6,6 +6,7 @@ launches of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._compat import dot, multiply_add
 from .config import BLOCK_UNITS, FewRows, SomeRows
+from .norm import Norm
 from .operands import Shape, inputs_of, iota, load, x_tile
 
 # Numbers that a thread reads at once: 16 bytes in bfloat16.
@@ -25,43 +27,61 @@ BLOCK = inputs_of(BLOCK_UNITS)
 
 
 def few_rows(
-    shape: Shape, config: FewRows, first: Any, x_ref: Any, weight_ref: Any, out_ref: Any
+    shape: Shape,
+    config: FewRows,
+    norm: Norm | None,
+    first: Any,
+    shared: Sequence[Any],
+    refs: Sequence[Any],
+    out_ref: Any,
 ) -> None:
     """Outputs of one program, each a sum over all inputs, on CUDA cores.
 
     Args:
         shape: of the piece.
         config: its outputs and warps.
+        norm: of the rows.
         first: output of the program.
-        x_ref: rows.
-        weight_ref: the matrix.
+        shared: rows, and the norm's weight as another row.
+        refs: the matrix.
         out_ref: the result.
     """
     tile = config.outputs, PIECE * 32 * config.num_warps
     output = first + iota(tile, 0)
-    sums = [jnp.zeros(tile, jnp.float32)] * shape.rows
 
-    def add(step: Any, sums: list[Array]) -> list[Array]:
+    def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+        sums, squares = carry
         column, alone = (step * tile[1] + iota(size, 1) for size in (tile, (1, tile[1])))
-        weight = _tile(shape, weight_ref, output, column, tile).astype(jnp.float32)
+        matrix = _tile(shape, refs[0], output, column, tile).astype(jnp.float32)
         mask = alone < shape.inputs if shape.inputs % tile[1] else None
-        found = []
-        for row, total in enumerate(sums):
-            x = load(x_ref, jnp.full(alone.shape, row, jnp.int32), alone, mask=mask)
-            found.append(multiply_add(weight, x.astype(jnp.float32), total))
-        return found
 
+        def read(ref: Any, row: int) -> Float[Array, "1 i"]:
+            rows = jnp.full(alone.shape, row, jnp.int32)
+            return load(ref, rows, alone, mask=mask).astype(jnp.float32)
+
+        xs = [read(shared[0], row) for row in range(shape.rows)]
+        if norm is not None:
+            squares = [multiply_add(x, x, total) for x, total in zip(xs, squares, strict=True)]
+            weight = read(shared[1], 0)
+            xs = [norm.weighted(x, weight) for x in xs]
+        return [multiply_add(matrix, x, total) for x, total in zip(xs, sums, strict=True)], squares
+
+    squares = [] if norm is None else [jnp.zeros((1, tile[1]), jnp.float32)] * shape.rows
+    carry = [jnp.zeros(tile, jnp.float32)] * shape.rows, squares
     steps = pl.cdiv(shape.inputs, tile[1])
     if steps <= UNROLLED:
         for step in range(steps):
-            sums = add(step, sums)
+            carry = add(step, carry)
     else:
-        sums = jax.lax.fori_loop(0, steps, add, sums)
+        carry = jax.lax.fori_loop(0, steps, add, carry)
     column = first + jax.lax.iota(jnp.int32, tile[0])
-    for row, total in enumerate(sums):
+    for row, total in enumerate(carry[0]):
+        total = jnp.sum(total, axis=1)
+        if norm is not None:
+            total = total * jnp.broadcast_to(norm.factor(carry[1][row])[0], total.shape)
         plt.store(
             out_ref.at[jnp.full(column.shape, row, jnp.int32), column],
-            jnp.sum(total, axis=1).astype(shape.dtype),
+            total.astype(shape.dtype),
             mask=column < shape.outputs if shape.outputs % tile[0] else None,
         )
 

@@ -28,6 +28,7 @@ from pallas_kernels.dequant_matmul.config import (
     Unpacked,
     heuristic,
 )
+from pallas_kernels.dequant_matmul.norm import Norm
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import SPECS, Matrix, Spec, of_one
 from pallas_kernels.testing import interpreted, norm_error
@@ -35,20 +36,28 @@ from pallas_kernels.testing import interpreted, norm_error
 pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 
-Call = tuple[jax.Array, tuple[QTensor | jax.Array, ...]]
+Call = tuple[jax.Array, tuple[QTensor | jax.Array, ...], Norm | None]
 
 
 @functools.cache
 def drawn(spec: Spec) -> tuple[Call, list[np.ndarray]]:
     """Arrays of a call, and the products in float64."""
     rng = np.random.default_rng(spec.outputs)
-    x = jnp.asarray(rng.standard_normal((spec.rows, spec.inputs)), jnp.bfloat16)
+    x, norm = rng.standard_normal((spec.rows, spec.inputs)), None
+    x = jnp.asarray(x, spec.arguments()[0].dtype)
+    rows = np.asarray(x, np.float64)
+    if spec.norm is not None:
+        x = x * jnp.arange(1, spec.rows + 1, dtype=jnp.float32)[:, None]
+        weight = jnp.asarray(rng.standard_normal(spec.inputs), jnp.bfloat16)
+        norm = Norm(weight, 1e-6, spec.norm)
+        rows = rows / np.sqrt(np.mean(rows**2, axis=1, keepdims=True))
+        rows = rows * (spec.norm + np.asarray(weight, np.float64))
     weights, expected = [], []
     for matrix in spec.matrices:
         weight, numbers = drawn_matrix(rng, matrix, spec.inputs)
         weights.append(weight)
-        expected.append(np.asarray(x, np.float64) @ numbers.T)
-    return (x, tuple(weights)), expected
+        expected.append(rows @ numbers.T)
+    return (x, tuple(weights), norm), expected
 
 
 def drawn_matrix(
@@ -78,8 +87,12 @@ def drawn_matrix(
 
 
 def bar(spec: Spec) -> float:
-    """Greatest acceptable error: weights are rounded to bfloat16 from 65 rows on."""
+    """Greatest acceptable error.
+
+    Weights are rounded to bfloat16 from 65 rows on, and what a norm gives from 5 rows on.
+    """
     own = 3e-4 if spec.rows <= 64 else 3e-3
+    own += 2e-3 if spec.norm is not None and spec.rows > 4 else 0
     return own + (2e-3 if spec.result == "bfloat16" else 0)
 
 
@@ -205,7 +218,7 @@ def test_kernel_on_a_gpu_equals_the_formula(name):
 def test_leading_axes_are_kept_and_nothing_mixes(rows):
     """NaN in one row of inputs and in one scale; an output whose scales are zero is zero."""
     spec = small(rows, 3, 32, inputs=96, zero=True)
-    (x, (weight,)), _ = drawn(spec)
+    (x, (weight,), _), _ = drawn(spec)
     x, scale = x.at[1, 5].set(jnp.nan), weight.scale.at[3, 1].set(jnp.nan).at[7].set(0)
     weight = dataclasses.replace(weight, scale=scale)
     with interpreted(cores=37):
@@ -252,23 +265,26 @@ MATRICES = (
 )
 
 
-def together(rows: int, *matrices: Matrix, inputs: int = 300) -> Spec:
+def together(rows: int, *matrices: Matrix, inputs: int = 300, norm: bool | None = None) -> Spec:
     """A call with several matrices."""
-    return Spec(rows, inputs, matrices or MATRICES, "float32")
+    return Spec(rows, inputs, matrices or MATRICES, "float32", norm)
 
 
 TOGETHER = {f"{rows} rows": together(rows) for rows in (1, 3, 7, 65)} | {
     "few rows, many tiles": together(2, *MATRICES[:3], inputs=1340),
     "arrays alone": together(1, *MATRICES[1::3]),
+    "3 rows, norm": together(3, *MATRICES[1:4], norm=False),
+    "7 rows, norm": together(7, *MATRICES[1:3], norm=True),
 }
 CUT_TOGETHER = {
-    "few rows": (together(2, inputs=520), FewRows(8, 8, 1)),
+    "few rows": (together(2, *MATRICES[1:4], inputs=520, norm=True), FewRows(8, 8, 1)),
     "some rows, split": (together(19, inputs=520), SomeRows(16, 32, 2, blocks=2)),
 }
 
 
-def test_the_reference_of_several_matrices():
-    check(TOGETHER["3 rows"], "reference")
+@pytest.mark.parametrize("name", ["3 rows", "7 rows, norm"])
+def test_the_reference_of_several_matrices(name):
+    check(TOGETHER[name], "reference")
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -313,6 +329,8 @@ def test_a_call_lowers_for_cuda_as_one_launch(name):
         (together(65), 3),  # arrays go to XLA
         (together(16), 2),  # groups of 32 are for four warps, the others for two
         (together(7, *MATRICES[1:]), 1),
+        (together(4, norm=True), 1),
+        (together(7, *MATRICES[1:], norm=True), 2),
     ],
 )
 def test_launches_of_several_matrices(spec, number):
@@ -323,14 +341,23 @@ MATRIX = Matrix(12288)
 
 
 def choose(
-    matrix=MATRIX, rows=16, inputs=2048, x="bfloat16", dtype="bfloat16", target=H200, **parts
+    matrix=MATRIX,
+    rows=16,
+    inputs=2048,
+    x="bfloat16",
+    norm=None,
+    dtype="bfloat16",
+    target=H200,
+    **parts,
 ):
     """What takes a call with one matrix and a plain one; `parts` are others of the first one."""
     weight = matrix.array(inputs)
     parts = {name: jax.ShapeDtypeStruct(*part) if part else None for name, part in parts.items()}
     weights = dataclasses.replace(weight, **parts), Matrix(1, 16).array(inputs)
     settings = {"implementation": None, "target": target, "dtype": jnp.dtype(dtype)}
-    return api.OPERATION.choose(jax.ShapeDtypeStruct((rows, inputs), x), weights, **settings)
+    x = jax.ShapeDtypeStruct((rows, inputs), x)
+    norm = norm and Norm(jax.ShapeDtypeStruct(*norm), 1e-6)
+    return api.OPERATION.choose(x, weights, norm, **settings)
 
 
 @pytest.mark.parametrize(
@@ -339,6 +366,7 @@ def choose(
         {},
         {"matrix": Matrix(12288, 4, 32, True, "float32"), "dtype": "float32"},
         {"matrix": Matrix(12288, 8), "inputs": 1},
+        {"x": "float32", "norm": ((2048,), "bfloat16"), "rows": 1},
         {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
     ],
 )
@@ -357,6 +385,7 @@ def test_a_gpu_takes_the_kernel(changes):
         ({"zero": ((12288, 16), "float16")}, "zero of weights[0] is float16"),
         ({"dtype": "float16"}, "the result is float16"),
         ({"x": "float32"}, "x is float32, not bfloat16"),
+        ({"norm": ((2048,), "float32")}, "the weight of norm is float32, not bfloat16"),
         ({"rows": 2**20}, "x has 2147483648 elements, 2^31 or more"),
         ({"rows": 2**18}, "the result of weights[0] has 3221225472 elements"),
         ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
@@ -386,6 +415,7 @@ def test_refusals_of_the_kernel(changes, reason):
         ({"scale": ((12, 16), "bfloat16")}, "scale is bfloat16[12, 16]; 2048 inputs"),
         ({"zero": ((12288, 8), "bfloat16")}, "zero is bfloat16[12288, 8]; 2048 inputs"),
         ({"input_scale": ((2048,), "float32")}, "weights[0] has an input_scale"),
+        ({"norm": ((12,), "bfloat16")}, "the weight of norm is [12], not [2048]"),
     ],
 )
 def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
