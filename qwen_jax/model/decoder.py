@@ -56,15 +56,15 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], cache: LayerCache | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
         """The layer's output, its cache with the new tokens, its routing (None if dense)."""
-        mixed, cache = self.mix(self.input_layernorm(x), cache, chunk)
+        mixed, cache = self.mix(x, cache, chunk)
         x, normal = self.post_attention_layernorm.after_adding(x, mixed)
         fed, routing = self.feed(normal, mixed, chunk)
         return x + fed.astype(x.dtype), cache, routing
 
     def mix(self, x: Array, cache: Any, chunk: Chunk) -> tuple[Array, Any]:
-        """The mixer: full attention or the gated delta net."""
+        """Normalise, mix: full attention or the gated delta net, whose products may do both."""
         mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
-        return mixer(x, cache, chunk)
+        return mixer(x, self.input_layernorm, cache, chunk)
 
     def feed(self, x: Array, mixed: Array, chunk: Chunk) -> tuple[Array, Routing | None]:
         """The feed-forward: dense or sparse."""
