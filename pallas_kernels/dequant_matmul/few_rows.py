@@ -7,6 +7,7 @@ thread's values until their sums are added.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ from . import uncoded
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .norm import Norm
-from .operands import Shape, iota, load, per_group, words
-from .pieces import Piece, launch
+from .operands import Shape, iota, load, words
+from .pieces import Piece, Share, chosen, launch
 from .unit import multiplied, offsets
 
 # So many inputs a thread reads at once: 16 bytes.
@@ -38,10 +39,9 @@ def products(
 ) -> tuple[Float[Array, "M _O"], ...]:
     """See `api.dequant_matmul`; warps are the same in all configurations."""
 
-    def body(index: int, first: Any, _: Any, shared: Any, refs: Any, out_ref: Any) -> None:
-        piece, config = pieces[index], configs[index]
-        product = _product if piece.coded else uncoded.few_rows
-        product(piece.shape, config, norm, first, shared, refs, out_ref)
+    def body(shares: Sequence[Share], index: int, _: Any, shared: Any) -> None:
+        product = _product if pieces[index].coded else uncoded.few_rows
+        product(shares, configs[index], norm, shared)
 
     shapes = [piece.shape for piece in pieces]
     return launch(
@@ -50,6 +50,10 @@ def products(
         pieces,
         [config.outputs for config in configs],
         [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],
+        alike=[
+            (shape.bits, shape.group_units, *(array.dtype for array in piece.arrays), config)
+            for shape, piece, config in zip(shapes, pieces, configs, strict=True)
+        ],
         num_warps=configs[0].num_warps,
         num_stages=1,
         name="dequant_matmul_few_rows",
@@ -57,42 +61,26 @@ def products(
 
 
 def _product(
-    shape: Shape,
-    config: FewRows,
-    norm: Norm | None,
-    first: Any,
-    shared: Sequence[Any],
-    refs: Sequence[Any],
-    out_ref: Any,
+    shares: Sequence[Share], config: FewRows, norm: Norm | None, shared: Sequence[Any]
 ) -> None:
     """Outputs of one program.
 
     Args:
-        shape: of the piece.
+        shares: pieces of the same format; their arrays are codes, scales and perhaps zero points.
         config: see there.
         norm: of the rows.
-        first: output of the program.
         shared: rows, and the norm's weight as another row.
-        refs: codes, scales and perhaps zero points.
-        out_ref: the result.
     """
+    shape = shares[0].shape
     tile = config.outputs_at_once, config.units
     count = config.outputs // tile[0]
     steps = pl.cdiv(shape.units, config.units)
-    codes_ref, *numbers = refs
-    has_zero = len(numbers) > 1
+    has_zero = len(shares[0].refs) > 2
     centre = 0.0 if has_zero else CENTRES[shape.bits]
 
     def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         sums, squares = carry
-        unit = step * tile[1] + iota(tile, 1)
-        outputs = [first + index * tile[0] + iota(tile, 0) for index in range(count)]
-        group = unit // shape.group_units
-        read = []
-        for output in outputs:
-            mask = shape.mask((config.outputs, tile[1]), output, unit)
-            found = [per_group(ref, output, group, mask) for ref in numbers]
-            read.append((words(shape, codes_ref, output, unit, mask), *found))
+        read = chosen(shares, functools.partial(_read, config, step))
         rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
         if norm is not None:
             squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
@@ -101,7 +89,8 @@ def _product(
         starts = [_start(values, shape.bits, centre) for values in rows]
         totals = [_sum(values) for values in rows] if has_zero else []
         found = []
-        for index, (codes, scales, *zeros) in enumerate(read):
+        for index, (codes, *numbers) in enumerate(read):
+            scales, *zeros = (number.astype(jnp.float32) for number in numbers)
             products = [
                 multiplied(codes, values, start) for values, start in zip(rows, starts, strict=True)
             ]
@@ -123,7 +112,22 @@ def _product(
         if norm is not None:
             factor = jnp.broadcast_to(norm.factor(carry[1][row]), tile)
             sums = [total * factor for total in sums]
-        _store(shape, out_ref, row, first, sums)
+        chosen(shares, lambda s, row=row, sums=sums: _store(s.shape, s.out_ref, row, s.first, sums))
+
+
+def _read(config: FewRows, step: Any, share: Share) -> list[tuple[Any, ...]]:
+    """Words, scales and perhaps zero points of a tile of units of each output."""
+    shape, (codes_ref, *numbers) = share.shape, share.refs
+    tile = config.outputs_at_once, config.units
+    unit = step * tile[1] + iota(tile, 1)
+    group = unit // shape.group_units
+    found = []
+    for index in range(config.outputs // tile[0]):
+        output = share.first + index * tile[0] + iota(tile, 0)
+        mask = shape.mask((config.outputs, tile[1]), output, unit)
+        read = [load(ref, output, group, mask=mask) for ref in numbers]
+        found.append((words(shape, codes_ref, output, unit, mask), *read))
+    return found
 
 
 def _inputs(
