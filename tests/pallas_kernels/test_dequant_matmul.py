@@ -255,34 +255,32 @@ def test_gradient_of_the_kernel(check_gradient, normal):
     check_gradient(function, oracle, normal(5, 2), normal(5, 2))
 
 
-# Of other bits, groups and numbers of outputs than one another, and two that are no codes.
-MATRICES = (
-    Matrix(37, 3, 32),
-    Matrix(1, 16),
-    Matrix(70, 8, 64, zero=True),
-    Matrix(33, 4, 128, scale="float32"),
-    Matrix(5, 32),
-)
+# Two of each of two formats, which are one body, and others; some are no codes.
+ALIKE = Matrix(37, 3, 32), Matrix(1, 16), Matrix(21, 3, 32), Matrix(9, 16)
+OTHERS = Matrix(70, 8, 64, zero=True), Matrix(33, 4, 128, scale="float32"), Matrix(5, 32)
 
 
 def together(rows: int, *matrices: Matrix, inputs: int = 300, norm: bool | None = None) -> Spec:
     """A call with several matrices."""
-    return Spec(rows, inputs, matrices or MATRICES, "float32", norm)
+    return Spec(rows, inputs, matrices or (*ALIKE, *OTHERS), "float32", norm)
 
 
-TOGETHER = {f"{rows} rows": together(rows) for rows in (1, 3, 7, 65)} | {
-    "few rows, many tiles": together(2, *MATRICES[:3], inputs=1340),
-    "arrays alone": together(1, *MATRICES[1::3]),
-    "3 rows, norm": together(3, *MATRICES[1:4], norm=False),
-    "7 rows, norm": together(7, *MATRICES[1:3], norm=True),
+TOGETHER = {
+    "1 row": together(1),
+    "7 rows": together(7, *ALIKE[1:3], OTHERS[0], OTHERS[2]),
+    "65 rows": together(65, *OTHERS),
+    "few rows, many tiles": together(2, *ALIKE, inputs=1340),
+    "arrays alone": together(1, ALIKE[1], OTHERS[2]),
+    "3 rows, norm": together(3, *ALIKE[:2], OTHERS[0], norm=False),
+    "7 rows, norm": together(7, ALIKE[1], OTHERS[0], norm=True),
 }
 CUT_TOGETHER = {
-    "few rows": (together(2, *MATRICES[1:4], inputs=520, norm=True), FewRows(8, 8, 1)),
-    "some rows, split": (together(19, inputs=520), SomeRows(16, 32, 2, blocks=2)),
+    "few rows": (together(2, *ALIKE, inputs=520, norm=True), FewRows(8, 8, 1)),
+    "some rows, split": (together(19, *ALIKE[:2]), SomeRows(16, 32, 2, blocks=2)),
 }
 
 
-@pytest.mark.parametrize("name", ["3 rows", "7 rows, norm"])
+@pytest.mark.parametrize("name", ["1 row", "7 rows, norm"])
 def test_the_reference_of_several_matrices(name):
     check(TOGETHER[name], "reference")
 
@@ -326,11 +324,11 @@ def test_a_call_lowers_for_cuda_as_one_launch(name):
     ("spec", "number"),
     [
         (together(1), 1),
-        (together(65), 3),  # arrays go to XLA
+        (together(65), 4),  # arrays go to XLA
         (together(16), 2),  # groups of 32 are for four warps, the others for two
-        (together(7, *MATRICES[1:]), 1),
-        (together(4, norm=True), 1),
-        (together(7, *MATRICES[1:], norm=True), 2),
+        (together(7, ALIKE[1], *OTHERS), 1),
+        (together(4, *ALIKE, norm=True), 1),
+        (together(7, ALIKE[1], OTHERS[0], norm=True), 2),
     ],
 )
 def test_launches_of_several_matrices(spec, number):
