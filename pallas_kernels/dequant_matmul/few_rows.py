@@ -86,8 +86,8 @@ def _product(
             squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
             weight = _inputs(shape, shared[1], 0, tile, step)
             rows = [list(map(norm.weighted, values, weight)) for values in rows]
-        starts = [_start(values, shape.bits, centre) for values in rows]
-        totals = [_sum(values) for values in rows] if has_zero else []
+        starts = [start_of(values, shape.bits, centre) for values in rows]
+        totals = [total(values) for values in rows] if has_zero else []
         found = []
         for index, (codes, *numbers) in enumerate(read):
             scales, *zeros = (number.astype(jnp.float32) for number in numbers)
@@ -111,7 +111,7 @@ def _product(
         sums = carry[0][row :: shape.rows]
         if norm is not None:
             factor = jnp.broadcast_to(norm.factor(carry[1][row]), tile)
-            sums = [total * factor for total in sums]
+            sums = [added * factor for added in sums]
         chosen(shares, lambda s, row=row, sums=sums: _store(s.shape, s.out_ref, row, s.first, sums))
 
 
@@ -153,20 +153,20 @@ def _inputs(
         elif shape.units % tile[1]:
             mask = unit < shape.units
         piece = load(x_ref, jnp.full(size, row, jnp.int32), column, mask=mask)
-        values += _parts(piece)
+        values += parts(piece)
     return [value.astype(jnp.float32) for value in values]
 
 
-def _parts(x: Array) -> list[Array]:
+def parts(x: Array) -> list[Array]:
     """Those along the last axis, whose size is a power of two, in order."""
     if x.shape[-1] == 1:
         return [x.reshape(x.shape[:-1])]
     pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    even, odd = (_parts(part) for part in jnp.unstack(pairs, axis=-1))
+    even, odd = (parts(part) for part in jnp.unstack(pairs, axis=-1))
     return [part for pair in zip(even, odd, strict=True) for part in pair]
 
 
-def _start(values: list[Array], bits: int, centre: float) -> Array:
+def start_of(values: list[Array], bits: int, centre: float) -> Array:
     """Where sums of products start: less what is on the values' way, and the centre of codes."""
     start = jnp.zeros_like(values[0])
     for value, offset in zip(values, offsets(bits), strict=True):
@@ -174,17 +174,18 @@ def _start(values: list[Array], bits: int, centre: float) -> Array:
     return start
 
 
-def _sum(values: list[Array]) -> Array:
-    total = values[0]
+def total(values: list[Array]) -> Array:
+    """Of all values of units."""
+    added = values[0]
     for value in values[1:]:
-        total = total + value
-    return total
+        added = added + value
+    return added
 
 
-def _squares(values: list[Array], total: Array) -> Array:
+def _squares(values: list[Array], added: Array) -> Array:
     for value in values:
-        total = multiply_add(value, value, total)
-    return total
+        added = multiply_add(value, value, added)
+    return added
 
 
 def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) -> None:
@@ -197,7 +198,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
         first: output of the program.
         sums: for each of as many outputs as are met at once [outputs, units].
     """
-    together = sums[0][..., None] if len(sums) == 1 else _stacked(sums)
+    together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
     size = together.shape[0], len(sums)
     output = first + size[0] * iota(size, 1) + iota(size, 0)
     plt.store(
@@ -207,7 +208,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
     )
 
 
-def _stacked(arrays: list[Array]) -> Array:
+def stacked(arrays: list[Array]) -> Array:
     """Along a last axis, in order; as many as a power of two."""
     shape = arrays[0].shape
     while len(arrays) > 1:
