@@ -148,7 +148,7 @@ def error(
     wide = x[rows].astype(jnp.float64)
     if norm is not None:
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + norm.eps)
-        wide *= (norm.zero_centred + norm.weight.astype(jnp.float64))[None]
+        wide *= (float(norm.zero_centred) + norm.weight.astype(jnp.float64))[None]
     expected = wide @ numbers.T
     difference = result[rows, ::step].astype(jnp.float64) - expected
     return jnp.linalg.norm(difference) / jnp.linalg.norm(expected)

@@ -37,7 +37,7 @@ def dequant_matmul(
         x: rows.
         weights: matrices in codes (without an `input_scale`, which is a factor of x). One that is
             an array is multiplied as it is: put it beside others, where it costs no launch.
-        norm: of x, in front of the products. Up to 4 rows it is part of their launch.
+        norm: of x, in front of the products. For one row it is part of their launch.
         dtype: of the results; if None x's, or that of the norm's weight.
         implementation: "triton", "reference", or None for the first that takes the call.
 

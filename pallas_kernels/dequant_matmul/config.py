@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 FEW_ROWS = 4
+# Up to so many a norm in front is part of the kernel of few rows. Each program computes it again: a
+# thirteenth more instructions for one row, a sixth for four, which are more than a launch.
+NORM_ROWS = 1
 SOME_ROWS = 64
 # From so many on, making a matrix in bfloat16 is the smaller part of its product.
 UNPACKED_ROWS = 256
@@ -22,13 +25,11 @@ class FewRows:
         outputs: outputs a program, a power of two, at least `outputs_at_once`.
         units: units of each that are read at once, one a thread: a power of two.
         num_warps: warps a program.
-        turns: of a loop over the outputs, a power of two, see `turns`.
     """
 
-    outputs: int = 4
+    outputs: int = 8
     units: int = 64
     num_warps: int = 2
-    turns: int = 1
 
     @property
     def outputs_at_once(self) -> int:

@@ -7,7 +7,8 @@ thread's values until their sums are added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,8 @@ from . import uncoded
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .norm import Norm
-from .operands import Shape, iota, load, per_group, words
-from .pieces import Piece, launch
-from .turns import products_in_turns
+from .operands import Shape, iota, load, words
+from .pieces import Piece, Share, chosen, launch
 from .unit import multiplied, offsets
 
 # So many inputs a thread reads at once: 16 bytes.
@@ -40,10 +40,9 @@ def products(
 ) -> tuple[Float[Array, "M _O"], ...]:
     """See `api.dequant_matmul`; warps are the same in all configurations."""
 
-    def body(index: int, first: Any, _: Any, shared: Any, refs: Any, out_ref: Any) -> None:
-        piece, config = pieces[index], configs[index]
-        product = _product if piece.coded else uncoded.few_rows
-        product(piece.shape, config, norm, first, shared, refs, out_ref)
+    def body(shares: Sequence[Share], index: int, _: Any, shared: Any) -> None:
+        product = _product if pieces[index].coded else uncoded.few_rows
+        product(shares, configs[index], norm, shared)
 
     shapes = [piece.shape for piece in pieces]
     return launch(
@@ -52,6 +51,10 @@ def products(
         pieces,
         [config.outputs for config in configs],
         [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],
+        alike=[
+            (shape.bits, shape.group_units, *(array.dtype for array in piece.arrays), config)
+            for shape, piece, config in zip(shapes, pieces, configs, strict=True)
+        ],
         num_warps=configs[0].num_warps,
         num_stages=1,
         name="dequant_matmul_few_rows",
@@ -59,57 +62,44 @@ def products(
 
 
 def _product(
-    shape: Shape,
-    config: FewRows,
-    norm: Norm | None,
-    first: Any,
-    shared: Sequence[Any],
-    refs: Sequence[Any],
-    out_ref: Any,
+    shares: Sequence[Share], config: FewRows, norm: Norm | None, shared: Sequence[Any]
 ) -> None:
     """Outputs of one program.
 
     Args:
-        shape: of the piece.
+        shares: pieces of the same format; their arrays are codes, scales and perhaps zero points.
         config: see there.
         norm: of the rows.
-        first: output of the program.
         shared: rows, and the norm's weight as another row.
-        refs: codes, scales and perhaps zero points.
-        out_ref: the result.
     """
+    shape = shares[0].shape
     tile = config.outputs_at_once, config.units
     count = config.outputs // tile[0]
     steps = pl.cdiv(shape.units, config.units)
-    codes_ref, *numbers = refs
-    has_zero = len(numbers) > 1
-    each = count // config.turns
+    has_zero = len(shares[0].refs) > 2
+    centre = 0.0 if has_zero else CENTRES[shape.bits]
 
     def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         sums, squares = carry
-        unit = step * tile[1] + iota(tile, 1)
-        group = unit // shape.group_units
-
-        def read(turn: Any) -> list[Any]:
-            found = []
-            for place in range(each):
-                output = first + (turn * each + place) * tile[0] + iota(tile, 0)
-                mask = shape.mask((config.outputs, tile[1]), output, unit)
-                scales = [per_group(ref, output, group, mask) for ref in numbers]
-                found.append((words(shape, codes_ref, output, unit, mask), *scales))
-            return found
-
-        def prepared() -> Callable[[list[Any]], list[Array]]:
-            nonlocal squares
-            rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
-            if norm is not None:
-                squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
-                weight = _inputs(shape, shared[1], 0, tile, step)
-                rows = [list(map(norm.weighted, values, weight)) for values in rows]
-            return _products(shape.bits, has_zero, rows)
-
-        made = products_in_turns(config.turns, each * shape.rows, read, prepared, tile)
-        return [total + product for total, product in zip(sums, made, strict=True)], squares
+        read = chosen(shares, functools.partial(_read, config, step))
+        rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
+        if norm is not None:
+            squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
+            weight = _inputs(shape, shared[1], 0, tile, step)
+            rows = [list(map(norm.weighted, values, weight)) for values in rows]
+        starts = [start_of(values, shape.bits, centre) for values in rows]
+        totals = [total(values) for values in rows] if has_zero else []
+        found = []
+        for index, (codes, *numbers) in enumerate(read):
+            scales, *zeros = (number.astype(jnp.float32) for number in numbers)
+            products = [
+                multiplied(codes, values, start) for values, start in zip(rows, starts, strict=True)
+            ]
+            for row, product in enumerate(products):
+                if zeros:
+                    product = product - zeros[0] * totals[row]
+                found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
+        return found, squares
 
     zeros = jnp.zeros(tile, jnp.float32)
     carry = [zeros] * (count * shape.rows), [] if norm is None else [zeros] * shape.rows
@@ -122,35 +112,23 @@ def _product(
         sums = carry[0][row :: shape.rows]
         if norm is not None:
             factor = jnp.broadcast_to(norm.factor(carry[1][row]), tile)
-            sums = [each * factor for each in sums]
-        _store(shape, out_ref, row, first, sums)
+            sums = [added * factor for added in sums]
+        chosen(shares, lambda s, row=row, sums=sums: _store(s.shape, s.out_ref, row, s.first, sums))
 
 
-def _products(
-    bits: int, has_zero: bool, rows: list[list[Array]]
-) -> Callable[[list[Any]], list[Float[Array, "o u"]]]:
-    """What makes products of units that were read, of each with all rows.
-
-    Args:
-        bits: of a code.
-        has_zero: whether groups have zero points.
-        rows: inputs of units, by value of a unit.
-    """
-    centre = 0.0 if has_zero else CENTRES[bits]
-    starts = [start_of(values, bits, centre) for values in rows]
-    totals = [total(values) for values in rows] if has_zero else []
-
-    def products(read: list[Any]) -> list[Array]:
-        found = []
-        for codes, scales, *zeros in read:
-            for row, values in enumerate(rows):
-                product = multiplied(codes, values, starts[row])
-                if zeros:
-                    product = product - zeros[0] * totals[row]
-                found.append(product * scales)
-        return found
-
-    return products
+def _read(config: FewRows, step: Any, share: Share) -> list[tuple[Any, ...]]:
+    """Words, scales and perhaps zero points of a tile of units of each output."""
+    shape, (codes_ref, *numbers) = share.shape, share.refs
+    tile = config.outputs_at_once, config.units
+    unit = step * tile[1] + iota(tile, 1)
+    group = unit // shape.group_units
+    found = []
+    for index in range(config.outputs // tile[0]):
+        output = share.first + index * tile[0] + iota(tile, 0)
+        mask = shape.mask((config.outputs, tile[1]), output, unit)
+        read = [load(ref, output, group, mask=mask) for ref in numbers]
+        found.append((words(shape, codes_ref, output, unit, mask), *read))
+    return found
 
 
 def _inputs(
@@ -189,17 +167,17 @@ def start_of(values: list[Array], bits: int, centre: float) -> Array:
 
 
 def total(values: list[Array]) -> Array:
-    """Their sum."""
-    result = values[0]
+    """Of all values of units."""
+    added = values[0]
     for value in values[1:]:
-        result = result + value
-    return result
+        added = added + value
+    return added
 
 
-def _squares(values: list[Array], total: Array) -> Array:
+def _squares(values: list[Array], added: Array) -> Array:
     for value in values:
-        total = multiply_add(value, value, total)
-    return total
+        added = multiply_add(value, value, added)
+    return added
 
 
 def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) -> None:

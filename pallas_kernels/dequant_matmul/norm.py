@@ -17,8 +17,8 @@ from .._compat import multiply_add
 class Norm:
     """Rows x / sqrt(mean(x^2) + eps) * w of w's dtype, see `rms_norm`.
 
-    The kernel of few rows has them in float32, and leaves the factor of a whole row to the sums: so
-    it reads rows once.
+    As a part of the kernel of few rows it stays float32, and the factor of a whole row is left to
+    the sums: so rows are read once.
 
     Attributes:
         weight: w, [I].

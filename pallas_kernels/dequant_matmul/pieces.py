@@ -7,7 +7,9 @@ result of its own. So one launch may decode some and multiply others as they are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +55,33 @@ class Piece:
         return len(self.arrays) > 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A piece's part of a launch, inside the kernel.
+
+    Attributes:
+        shape: of its product.
+        first: output of the program.
+        refs: references to its arrays.
+        out_ref: reference to its result.
+        mine: whether the program is one of its.
+    """
+
+    shape: Shape
+    first: Any
+    refs: tuple[Any, ...]
+    out_ref: Any
+    mine: Any
+
+
+def chosen(shares: Sequence[Share], function: Callable[[Share], Any]) -> Any:
+    """What the function gives for the share that is the program's."""
+    share, *others = shares
+    if not others:
+        return function(share)
+    return jax.lax.cond(share.mine, lambda: function(share), lambda: chosen(others, function))
+
+
 def launch(
     body: Callable[..., None],
     shared: Sequence[Array],
@@ -60,18 +89,20 @@ def launch(
     outputs: Sequence[int],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     *,
+    alike: Sequence[Any],
     grid: tuple[int, ...] = (),
     **options: Any,
 ) -> tuple[Array, ...]:
     """Results of all pieces.
 
     Args:
-        body: of a program: (index of the piece, first output, further program ids, references to
-            what is shared, to the piece's arrays, and to its result).
+        body: of a program: (shares of pieces that are alike, one of them the program's, index of
+            the first of these pieces, further program ids, references to what is shared).
         shared: arrays that all programs read, such as x.
         pieces: matrices.
         outputs: outputs of a program, of each piece.
         out_shape: of each result.
+        alike: of each piece; pieces with equal ones have one body.
         grid: its further axes.
         options: of `triton_call`.
     """
@@ -82,17 +113,22 @@ def launch(
     def kernel(*refs: Any) -> None:
         shared_refs, refs = refs[: len(shared)], refs[len(shared) :]
         program, *others = (pl.program_id(axis) for axis in range(1 + len(grid)))
-        for index, out_ref in enumerate(refs[places[-1] :]):
-            start, own = starts[index], refs[places[index] : places[index + 1]]
+        groups: dict[Any, list[int]] = {}
+        shares = []
+        for index, piece in enumerate(pieces):
+            start, end = starts[index : index + 2]
+            own = refs[places[index] : places[index + 1]]
             first = (program - start) * outputs[index]
-
-            def run(index=index, own=own, out_ref=out_ref, first=first) -> None:
-                body(index, first, others, shared_refs, own, out_ref)
-
-            if len(pieces) == 1:
+            mine = (program >= start) & (program < end)
+            shares.append(Share(piece.shape, first, own, refs[places[-1] + index], mine))
+            groups.setdefault(alike[index], []).append(index)
+        for group in groups.values():
+            members = [shares[index] for index in group]
+            run = functools.partial(body, members, group[0], others, shared_refs)
+            if len(groups) == 1:
                 run()
             else:
-                pl.when((program >= start) & (program < starts[index + 1]))(run)
+                pl.when(functools.reduce(operator.or_, [share.mine for share in members]))(run)
 
     arrays = [*shared, *(array for piece in pieces for array in piece.arrays)]
     call = triton_call(kernel, grid=(starts[-1], *grid), out_shape=tuple(out_shape), **options)

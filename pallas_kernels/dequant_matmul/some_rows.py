@@ -25,7 +25,7 @@ from . import uncoded
 from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
 from .operands import Shape, above_zero, iota, per_group, words, x_tile
-from .pieces import Piece, launch
+from .pieces import Piece, Share, launch
 from .unit import centred, step
 
 BLOCK = BLOCK_UNITS * UNIT
@@ -39,18 +39,19 @@ def products(
     shapes = [piece.shape for piece in pieces]
     dtypes = [shape.dtype if splits == 1 else jnp.float32 for shape in shapes]
 
-    def body(index: int, first: Any, ids: Any, shared: Any, refs: Any, out_ref: Any) -> None:
-        shape, config, (row_tile, split) = shapes[index], configs[index], ids
+    def body(shares: Sequence[Share], index: int, ids: Any, shared: Any) -> None:
+        [share] = shares
+        shape, first, config, (row_tile, split) = share.shape, share.first, configs[index], ids
         first_row = row_tile * rows
         steps = pl.cdiv(shape.units, config.units)
-        share = pl.cdiv(steps, splits)
-        part = split * share, jnp.minimum(share, steps - split * share)
+        count = pl.cdiv(steps, splits)
+        part = split * count, jnp.minimum(count, steps - split * count)
         add = _product if pieces[index].coded else uncoded.some_rows
-        total = add(shape, config, first, first_row, part, *shared, *refs)
+        total = add(shape, config, first, first_row, part, *shared, *share.refs)
         tile = config.outputs, rows
         output, row = first + iota(tile, 0), first_row + iota(tile, 1)
         plt.store(
-            out_ref.at[jnp.full(row.shape, split, jnp.int32), row, output],
+            share.out_ref.at[jnp.full(row.shape, split, jnp.int32), row, output],
             total.astype(dtypes[index]),
             mask=(row < shape.rows) & (output < shape.outputs),
         )
@@ -64,6 +65,7 @@ def products(
             jax.ShapeDtypeStruct((splits, shape.rows, shape.outputs), dtype)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ],
+        alike=range(len(pieces)),
         grid=(pl.cdiv(x.shape[0], rows), splits),
         num_warps=configs[0].num_warps,
         num_stages=configs[0].num_stages,

@@ -11,7 +11,16 @@ from jaxtyping import Array, Float
 from .._compat import Target, current_target, triton_refusals
 from ..rms_norm import triton as rms_norm
 from . import few_rows, many_rows, reference, some_rows, unpacked
-from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic, without_codes
+from .config import (
+    NORM_ROWS,
+    Config,
+    FewRows,
+    ManyRows,
+    SomeRows,
+    Unpacked,
+    heuristic,
+    without_codes,
+)
 from .norm import Norm
 from .pieces import Piece
 from .qtensor import QTensor
@@ -65,7 +74,7 @@ def dequant_matmul(
         cut if piece.coded else without_codes(cut, rows)
         for piece, cut in zip(pieces, configs, strict=True)
     ]
-    if norm is not None and not isinstance(configs[0], FewRows):
+    if norm is not None and (rows > NORM_ROWS or not isinstance(configs[0], FewRows)):
         x, norm = rms_norm.rms_norm(x, norm.weight, None, None, **norm.settings()).normal, None
     flat, results = x.reshape(rows, inputs), {}
     for together in _launches(configs):

@@ -6,6 +6,7 @@ launches of their own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from .._compat import dot, multiply_add
 from .config import BLOCK_UNITS, FewRows, SomeRows
 from .norm import Norm
 from .operands import Shape, inputs_of, iota, load, x_tile
+from .pieces import Share, chosen
 
 # Numbers that a thread reads at once: 16 bytes in bfloat16.
 PIECE = 8
@@ -27,32 +29,26 @@ BLOCK = inputs_of(BLOCK_UNITS)
 
 
 def few_rows(
-    shape: Shape,
-    config: FewRows,
-    norm: Norm | None,
-    first: Any,
-    shared: Sequence[Any],
-    refs: Sequence[Any],
-    out_ref: Any,
+    shares: Sequence[Share], config: FewRows, norm: Norm | None, shared: Sequence[Any]
 ) -> None:
     """Outputs of one program, each a sum over all inputs, on CUDA cores.
 
     Args:
-        shape: of the piece.
+        shares: pieces of the same dtype; their arrays are matrices.
         config: its outputs and warps.
         norm: of the rows.
-        first: output of the program.
         shared: rows, and the norm's weight as another row.
-        refs: the matrix.
-        out_ref: the result.
     """
+    shape = shares[0].shape
     tile = config.outputs, PIECE * 32 * config.num_warps
-    output = first + iota(tile, 0)
 
     def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         sums, squares = carry
         column, alone = (step * tile[1] + iota(size, 1) for size in (tile, (1, tile[1])))
-        matrix = _tile(shape, refs[0], output, column, tile).astype(jnp.float32)
+        matrix = chosen(
+            shares,
+            lambda s: _tile(s.shape, s.refs[0], s.first + iota(tile, 0), column, tile),
+        ).astype(jnp.float32)
         mask = alone < shape.inputs if shape.inputs % tile[1] else None
 
         def read(ref: Any, row: int) -> Float[Array, "1 i"]:
@@ -74,16 +70,21 @@ def few_rows(
             carry = add(step, carry)
     else:
         carry = jax.lax.fori_loop(0, steps, add, carry)
-    column = first + jax.lax.iota(jnp.int32, tile[0])
     for row, total in enumerate(carry[0]):
         total = jnp.sum(total, axis=1)
         if norm is not None:
             total = total * jnp.broadcast_to(norm.factor(carry[1][row])[0], total.shape)
-        plt.store(
-            out_ref.at[jnp.full(column.shape, row, jnp.int32), column],
-            total.astype(shape.dtype),
-            mask=column < shape.outputs if shape.outputs % tile[0] else None,
-        )
+        chosen(shares, functools.partial(_store, row, total.astype(shape.dtype)))
+
+
+def _store(row: int, sums: Float[Array, " o"], share: Share) -> None:
+    shape, size = share.shape, sums.shape
+    output = share.first + jax.lax.iota(jnp.int32, size[0])
+    plt.store(
+        share.out_ref.at[jnp.full(size, row, jnp.int32), output],
+        sums,
+        mask=output < shape.outputs if shape.outputs % size[0] else None,
+    )
 
 
 def some_rows(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._compat import H200, Target, lower_for_cuda
+from pallas_kernels._compat import H200, Target
 from pallas_kernels.dequant_matmul import (
     api,
     dequant_matmul,
@@ -30,84 +29,11 @@ from pallas_kernels.dequant_matmul.config import (
 )
 from pallas_kernels.dequant_matmul.norm import Norm
 from pallas_kernels.dequant_matmul.qtensor import QTensor
-from pallas_kernels.dequant_matmul.specs import SPECS, Matrix, Spec, of_one
+from pallas_kernels.dequant_matmul.specs import SPECS, Matrix
 from pallas_kernels.testing import interpreted, norm_error
+from tests.pallas_kernels.coded_products import check, drawn, launches, small
 
-Call = tuple[jax.Array, tuple[QTensor | jax.Array, ...], Norm | None]
-
-
-@functools.cache
-def drawn(spec: Spec) -> tuple[Call, list[np.ndarray]]:
-    """Arrays of a call, and the products in float64."""
-    rng = np.random.default_rng(spec.outputs)
-    x, norm = rng.standard_normal((spec.rows, spec.inputs)), None
-    x = jnp.asarray(x, spec.arguments()[0].dtype)
-    rows = np.asarray(x, np.float64)
-    if spec.norm is not None:
-        x = x * jnp.arange(1, spec.rows + 1, dtype=jnp.float32)[:, None]
-        weight = jnp.asarray(rng.standard_normal(spec.inputs), jnp.bfloat16)
-        norm = Norm(weight, 1e-6, spec.norm)
-        rows = rows / np.sqrt(np.mean(rows**2, axis=1, keepdims=True))
-        rows = rows * (spec.norm + np.asarray(weight, np.float64))
-    weights, expected = [], []
-    for matrix in spec.matrices:
-        weight, numbers = drawn_matrix(rng, matrix, spec.inputs)
-        weights.append(weight)
-        expected.append(rows @ numbers.T)
-    return (x, tuple(weights), norm), expected
-
-
-def drawn_matrix(
-    rng: np.random.Generator, matrix: Matrix, inputs: int
-) -> tuple[QTensor | jax.Array, np.ndarray]:
-    """A matrix and its numbers in float64. Bits behind the last input are ones."""
-    shapes: Any = matrix.array(inputs)
-    if not matrix.coded:
-        weight = jnp.asarray(rng.standard_normal(shapes.shape), shapes.dtype)
-        return weight, np.asarray(weight, np.float64)
-    values = rng.integers(0, 2**matrix.bits, (matrix.outputs, inputs))
-    tail = ((0, 0), (0, -inputs % layout.UNIT))
-    packed = layout.pack(np.pad(values, tail, constant_values=2**matrix.bits - 1), matrix.bits)
-    assert packed.shape == shapes.codes.shape
-    groups, dtype = shapes.scale.shape, shapes.scale.dtype
-    scale = jnp.asarray(rng.uniform(0.1, 3, groups) * rng.choice((-1, 1), groups)).astype(dtype)
-    zero = None
-    if matrix.zero:
-        zero = jnp.asarray(rng.uniform(0, 2**matrix.bits, groups), dtype)
-
-    def wide(x):
-        return np.repeat(np.asarray(x, np.float64), matrix.group_size, axis=1)[:, :inputs]
-
-    numbers = values - (layout.CENTRES[matrix.bits] if zero is None else wide(zero))
-    weight = QTensor(jnp.asarray(packed), scale, zero, None, inputs, matrix.group_size)
-    return weight, numbers * wide(scale)
-
-
-def bar(spec: Spec) -> float:
-    """Greatest acceptable error.
-
-    Weights are rounded to bfloat16 from 65 rows on, and what a norm gives from 5 rows on.
-    """
-    own = 3e-4 if spec.rows <= 64 else 3e-3
-    own += 2e-3 if spec.norm is not None and spec.rows > 4 else 0
-    return own + (2e-3 if spec.result == "bfloat16" else 0)
-
-
-def check(spec: Spec, implementation: str | None, config=None):
-    arrays, expected = drawn(spec)
-    run = functools.partial(api.OPERATION, implementation=implementation, **spec.settings())
-    if config is not None:
-        run = functools.partial(triton.dequant_matmul, config=config, **spec.settings())
-    for y, wanted in zip(jax.jit(run)(*arrays), expected, strict=True):
-        assert y.dtype == spec.result
-        assert y.shape == wanted.shape
-        assert norm_error(y, wanted) < bar(spec)
-
-
-def small(rows: int, bits: int, group_size: int, **more) -> Spec:
-    """A call whose sizes are multiples of nothing."""
-    more = {"outputs": 37, "inputs": 300, "result": "float32"} | more
-    return of_one(rows, bits=bits, group_size=group_size, **more)
+pytestmark = pytest.mark.usefixtures("fast_compile_all")
 
 
 CASES = {
@@ -181,6 +107,7 @@ def test_a_large_matrix_is_made_part_by_part(monkeypatch):
     assert max(int(outputs) for outputs in made if outputs != "66") == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tiles(name):
     with interpreted():
@@ -251,86 +178,10 @@ def test_gradient_of_the_kernel(check_gradient, normal):
     check_gradient(function, oracle, normal(5, 2), normal(5, 2))
 
 
-# Of other bits, groups and numbers of outputs than one another, and two that are no codes.
-MATRICES = (
-    Matrix(37, 3, 32),
-    Matrix(1, 16),
-    Matrix(70, 8, 64, zero=True),
-    Matrix(33, 4, 128, scale="float32"),
-    Matrix(5, 32),
-)
-
-
-def together(rows: int, *matrices: Matrix, inputs: int = 300, norm: bool | None = None) -> Spec:
-    """A call with several matrices."""
-    return Spec(rows, inputs, matrices or MATRICES, "float32", norm)
-
-
-TOGETHER = {f"{rows} rows": together(rows) for rows in (1, 3, 7, 65)} | {
-    "few rows, many tiles": together(2, *MATRICES[:3], inputs=1340),
-    "arrays alone": together(1, *MATRICES[1::3]),
-    "3 rows, norm": together(3, *MATRICES[1:4], norm=False),
-    "7 rows, norm": together(7, *MATRICES[1:3], norm=True),
-}
-CUT_TOGETHER = {
-    "few rows": (together(2, *MATRICES[1:4], inputs=520, norm=True), FewRows(8, 8, 1)),
-    "some rows, split": (together(19, inputs=520), SomeRows(16, 32, 2, blocks=2)),
-}
-
-
-@pytest.mark.parametrize("name", ["3 rows", "7 rows, norm"])
-def test_the_reference_of_several_matrices(name):
-    check(TOGETHER[name], "reference")
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_several_matrices(name):
-    with interpreted(cores=37):
-        check(TOGETHER[name], "triton")
-
-
-@pytest.mark.parametrize("name", CUT_TOGETHER)
-def test_several_tiles_of_several_matrices(name):
-    with interpreted():
-        check(CUT_TOGETHER[name][0], None, CUT_TOGETHER[name][1])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", TOGETHER | CUT_TOGETHER)
-def test_several_matrices_on_a_gpu(name):
-    spec, config = (TOGETHER | CUT_TOGETHER)[name], None
-    if not isinstance(spec, Spec):
-        spec, config = spec
-    check(spec, None, config)
-
-
-def launches(spec: Spec) -> int:
-    """Kernels that a call becomes on an H200."""
-
-    def call(*arrays):
-        return api.OPERATION(*arrays, implementation="triton", **spec.settings())
-
-    return lower_for_cuda(call, *spec.arguments()).count("xla.gpu.triton")
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_a_call_lowers_for_cuda_as_one_launch(name):
-    assert launches(SPECS[name]) == 1
-
-
-@pytest.mark.parametrize(
-    ("spec", "number"),
-    [
-        (together(1), 1),
-        (together(65), 3),  # arrays go to XLA
-        (together(16), 2),  # groups of 32 are for four warps, the others for two
-        (together(7, *MATRICES[1:]), 1),
-        (together(4, norm=True), 1),
-        (together(7, *MATRICES[1:], norm=True), 2),
-    ],
-)
-def test_launches_of_several_matrices(spec, number):
-    assert launches(spec) == number
+    spec = SPECS[name]
+    assert launches(spec) == (1 if spec.norm is None or spec.rows == 1 else 2)
 
 
 MATRIX = Matrix(12288)
