@@ -33,8 +33,6 @@ from pallas_kernels.dequant_matmul.specs import SPECS, Matrix
 from pallas_kernels.testing import interpreted, norm_error
 from tests.pallas_kernels.coded_products import check, drawn, launches, small
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 
 CASES = {
     "1 row": small(1, 3, 32),

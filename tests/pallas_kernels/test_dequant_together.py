@@ -10,8 +10,6 @@ from pallas_kernels.dequant_matmul.specs import Matrix, Spec
 from pallas_kernels.testing import interpreted
 from tests.pallas_kernels.coded_products import check, launches
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 # Two of each of two formats, which are one body, and others; some are no codes.
 ALIKE = Matrix(37, 3, 32), Matrix(1, 16), Matrix(21, 3, 32), Matrix(9, 16)
 OTHERS = Matrix(70, 8, 64, zero=True), Matrix(33, 4, 128, scale="float32"), Matrix(5, 32)
