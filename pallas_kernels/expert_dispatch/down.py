@@ -58,8 +58,8 @@ def summed(
     def kernel(*refs: Any) -> None:
         of_made, refs = refs[: len(made)], refs[len(made) :]
         ids_ref, weights_ref, *refs = refs
-        token = pl.program_id(0) // tiles
-        first = pl.program_id(0) % tiles * cut.outputs
+        program = pl.program_id(0)
+        token, first = program // tiles, program % tiles * cut.outputs
         routing = ids_ref, weights_ref, token, slots, experts
         total = None
         if shared is not None:
@@ -67,7 +67,8 @@ def summed(
             own = matrix_of(shared.down_proj)
             total = _shared(own, of_made[1], refs[matrix.count : -1], token, first, width, cut)
             total = total * of_made[2][token, 0]
-        sums = _routed(matrix, of_made[0], refs[: matrix.count], routing, first, width, cut)
+        parts = matrix, of_made[0], refs[: matrix.count]
+        sums = _routed(*parts, routing, first, width, cut, program)
         if total is not None:
             sums = sums + jnp.sum(total, axis=1).reshape(sums.shape[::-1]).T
         store(refs[-1], token, first, width, sums)
@@ -90,6 +91,7 @@ def _routed(
     first: Any,
     width: int,
     cut: Cut,
+    program: Any,
 ) -> Float[Array, "o n"]:
     """Of the routed experts.
 
@@ -101,6 +103,7 @@ def _routed(
         first: output of the program.
         width: number of outputs.
         cut: see there.
+        program: index of the program.
     """
     ids_ref, weights_ref, token, slots, experts = routing
     units = Units(cut.tile, slots, matrix.units)
@@ -128,7 +131,8 @@ def _routed(
             found = matrix.prepared(values)
             return lambda read: [matrix.product(each, found, strength, used) for each in read]
 
-        made = products_in_turns(cut.turns, cut.outputs_a_turn, read, prepared, cut.tile)
+        count = cut.outputs_a_turn
+        made = products_in_turns(cut.turns, count, read, prepared, cut.tile, program)
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, cut.turns * cut.outputs_a_turn)

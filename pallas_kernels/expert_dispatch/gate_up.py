@@ -80,7 +80,7 @@ def gated(
             def _() -> None:
                 gate = expert * rows
                 parts = (routed_refs, gate), (routed_refs, gate + hidden)
-                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut)
+                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut, program)
                 store(refs[-1 if shared is None else -3], slot, first, hidden, made)
 
         if shared is not None:
@@ -92,7 +92,7 @@ def gated(
             def _() -> None:
                 token, first = program // shared_tiles, program % shared_tiles * shared_outputs
                 parts = (of_gate, 0), (of_up, 0)
-                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut)
+                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut, program)
                 store(refs[-2], token, first, shared_hidden, made)
 
             @pl.when((program >= tokens * shared_tiles) & (program < shared_programs))
@@ -121,6 +121,7 @@ def _made(
     first: Any,
     hidden: int,
     cut: Cut,
+    program: Any,
 ) -> Float[Array, "o n"]:
     """Silu(gate) * up of a program.
 
@@ -131,6 +132,7 @@ def _made(
         first: gate of the program.
         hidden: number of gates.
         cut: see there.
+        program: index of the program.
     """
     units = Units(cut.tile, 1, matrix.units)
 
@@ -151,7 +153,8 @@ def _made(
             values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
             return lambda read: [matrix.product(each, values) for each in read]
 
-        made = products_in_turns(cut.turns, 2 * cut.outputs_a_turn, read, prepared, cut.tile)
+        count = 2 * cut.outputs_a_turn
+        made = products_in_turns(cut.turns, count, read, prepared, cut.tile, program)
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, 2 * cut.turns * cut.outputs_a_turn)

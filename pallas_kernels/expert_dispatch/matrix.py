@@ -85,6 +85,7 @@ class Coded:
     zero: bool
 
     width = UNIT
+    coded = True
 
     @property
     def inputs(self) -> int:
@@ -148,6 +149,7 @@ class Plain:
     width: int
 
     count = 1
+    coded = False
 
     @property
     def units(self) -> int:

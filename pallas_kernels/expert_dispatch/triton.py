@@ -42,9 +42,9 @@ def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
     if x.shape[0] > FEW_TOKENS:
         tokens, slots = ids.shape
         return many_tokens_config.heuristic(tokens, slots, down_proj.shape[0])
-    units, hidden_units = (matrix_of(weight).units for weight in (gate_up_proj, down_proj))
-    sizes = *ids.shape, x.shape[1], down_proj.shape[2], units, hidden_units
-    return heuristic(current_target().cores, *sizes)
+    sizes = *ids.shape, x.shape[1], down_proj.shape[2]
+    matrices = matrix_of(gate_up_proj), matrix_of(down_proj)
+    return heuristic(current_target().cores, *sizes, *matrices)
 
 
 DISPATCHES: dict[type[Config], Callable[..., Any]] = {
