@@ -108,9 +108,7 @@ def _product(
                 rows = [list(map(norm.weighted, values, weight)) for values in rows]
             return _products(shape.bits, has_zero, rows)
 
-        made = products_in_turns(
-            config.turns, each * shape.rows, read, prepared, tile, first
-        )
+        made = products_in_turns(config.turns, each * shape.rows, read, prepared, tile, first)
         return [total + product for total, product in zip(sums, made, strict=True)], squares
 
     zeros = jnp.zeros(tile, jnp.float32)

@@ -57,7 +57,7 @@ def summed(
 
     def kernel(*refs: Any) -> None:
         of_made, refs = refs[: len(made)], refs[len(made) :]
-        ids_ref, weights_ref, *refs = refs
+        ids_ref, weights_ref, refs = refs[0], refs[1], refs[2:]
         program = pl.program_id(0)
         token, first = program // tiles, program % tiles * cut.outputs
         routing = ids_ref, weights_ref, token, slots, experts
@@ -113,7 +113,9 @@ def _routed(
         slot, unit, exists = units.at(step, cut.tile)
         expert = load(ids_ref, tokens, slot, mask=exists)
         strength = load(weights_ref, tokens, slot, mask=exists)
-        used = all_of(cut.tile, expert >= 0, expert < experts, exists)
+        used = (expert >= 0) & (expert < experts)
+        if exists is not None:
+            used = used & exists
         expert = jnp.where(used, expert, 0)
 
         def read(turn: Any) -> list[Any]:
@@ -126,7 +128,7 @@ def _routed(
                 found.append(matrix.read(refs, expert * width + output, unit, mask))
             return found
 
-        def prepared() -> Callable[[list[Any]], list[Array]]:
+        def prepared() -> Callable[[Any], list[Array]]:
             values = inputs_of_units(made_ref, token * slots, units, step, matrix)
             found = matrix.prepared(values)
             return lambda read: [matrix.product(each, found, strength, used) for each in read]
@@ -149,7 +151,9 @@ def _shared(
     width: int,
     cut: Cut,
 ) -> Float[Array, "o u"]:
-    """Of the shared expert, before the sum over units: all outputs are met at once, by as many threads as are left for each.
+    """Of the shared expert, before the sum over units.
+
+    All outputs are met at once, by as many threads as are left for each.
 
     Args:
         matrix: how its down projection is read.

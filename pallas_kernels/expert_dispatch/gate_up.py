@@ -55,9 +55,9 @@ def gated(
     tiles = pl.cdiv(hidden, cut.outputs)
     arrays = [x, ids, *arrays_of(gate_up_proj)]
     shapes = [jax.ShapeDtypeStruct((tokens * slots, hidden), dtype)]
-    shared_programs = shared_tiles = 0
+    own, shared_hidden, shared_tiles, shared_programs = matrix, 0, 0, 0
     if shared is not None:
-        shared_hidden, own = shared.gate_proj.shape[0], matrix_of(shared.gate_proj)
+        own, shared_hidden = matrix_of(shared.gate_proj), shared.gate_proj.shape[0]
         shared_tiles = pl.cdiv(shared_hidden, shared_outputs)
         shared_programs = tokens * (shared_tiles + 1)
         arrays += [*arrays_of(shared.gate_proj), *arrays_of(shared.up_proj), shared.gate]
@@ -149,7 +149,7 @@ def _made(
                 found += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
             return found
 
-        def prepared() -> Callable[[list[Any]], list[Array]]:
+        def prepared() -> Callable[[Any], list[Array]]:
             values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
             return lambda read: [matrix.product(each, values) for each in read]
 
@@ -164,7 +164,7 @@ def _made(
 
 def store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"]) -> None:
     """Write what a program made: its outputs are one behind the other along the first axis."""
-    size = made.shape
+    size = made.shape[0], made.shape[1]
     column = first + size[0] * iota(size, 1) + iota(size, 0)
     mask = column < hidden if hidden % (size[0] * size[1]) else None
     plt.store(ref.at[jnp.full(size, row, jnp.int32), column], made.astype(ref.dtype), mask=mask)
