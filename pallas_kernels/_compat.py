@@ -179,23 +179,6 @@ def assembled(text: str, args: list[Array], constraints: str) -> Float[Array, ".
     )[0]
 
 
-def bfloat16_pair(
-    a: Float[Array, "*s"], b: Float[Array, "*s"]
-) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
-    """Both rounded to bfloat16, in float32: three instructions, where one conversion is slow."""
-    if current_target().platform == INTERPRETER:
-        return tuple(x.astype(jnp.bfloat16).astype(jnp.float32) for x in (a, b))
-    both = plt.elementwise_inline_asm(
-        "cvt.rn.bf16x2.f32 $0, $1, $2;",
-        args=[a, b],
-        constraints="=r,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.int32)],
-    )[0]
-    high, low = both & jnp.int32(-65536), both << 16
-    return tuple(jax.lax.bitcast_convert_type(x, jnp.float32) for x in (high, low))
-
-
 def selected(a: UInt[Array, "..."], b: UInt[Array, "..."], mask: int) -> UInt[Array, "..."]:
     """Bits of `a` inside the mask and of `b` outside."""
     return b ^ ((a ^ b) & jnp.uint32(mask))

@@ -47,7 +47,8 @@ def expert_dispatch(
             in codes.
         down_proj: down projection of each expert, likewise.
         shared: the expert that every token goes to; None if there is none.
-        inner_dtype: to which tokens, and what the down projections read, are rounded; x's if None.
+        inner_dtype: to which what the down projections read is rounded; x's if None. Tokens may be
+            rounded to it as well: tensor cores need it, the kernels of few tokens read x as it is.
         dtype: of the result; x's if None.
         implementation: "triton", "reference", or None for the first that takes the call.
 

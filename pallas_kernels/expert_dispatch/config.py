@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from .many_tokens_config import ManyTokens
+from .matrix import Matrix
 
 FEW_TOKENS = 64
-# Warps on a multiprocessor: what keeps it busy, and what it holds at a time.
-LEAST_WARPS, MOST_WARPS = 6, 64
+# Warps that keep a multiprocessor busy, and most outputs of a program.
+LEAST_WARPS, MOST_OUTPUTS = 6, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +56,14 @@ class FewTokens:
 
     gate_up: Cut
     down: Cut
-    shared_outputs: int = 4
+    shared_outputs: int = 1
 
 
 Config = FewTokens | ManyTokens
 
 
 def heuristic(
-    cores: int, tokens: int, slots: int, width: int, hidden: int, units: int, hidden_units: int
+    cores: int, tokens: int, slots: int, width: int, hidden: int, gate_up: Matrix, down: Matrix
 ) -> FewTokens:
     """A configuration for a call's sizes on a device of so many cores.
 
@@ -72,22 +73,27 @@ def heuristic(
         slots: A.
         width: D.
         hidden: F.
-        units: units of a row of `gate_up_proj`.
-        hidden_units: units of a row of `down_proj`.
+        gate_up: how `gate_up_proj` is read.
+        down: how `down_proj` is read.
     """
-    gate_up = _cut(cores, tokens * slots * hidden, 64, units, 8)
-    down = _cut(cores, tokens * width, 128, slots * hidden_units, 8)
-    return FewTokens(gate_up, down, max(gate_up.outputs_at_once, gate_up.outputs // 2))
+    first = _cut(cores, tokens * slots * hidden, 64, gate_up.units, gate_up.coded)
+    second = _cut(cores, tokens * width, 128, slots * down.units, down.coded)
+    return FewTokens(first, second, first.outputs_at_once)
 
 
-def _cut(cores: int, outputs: int, widest: int, units: int, most: int) -> Cut:
-    """Many outputs a program, for which inputs are read once, but all multiprocessors at work."""
+def _cut(cores: int, outputs: int, widest: int, units: int, coded: bool) -> Cut:
+    """Some outputs a program, for which inputs are read once, but all multiprocessors at work.
+
+    Codes take so many instructions that outputs are met in turns.
+    """
     wide = min(widest, _power_of_two(units))
     warps = max(1, wide // 32)
-    count = most
+    count = MOST_OUTPUTS
     while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
         count //= 2
-    return Cut(max(count, 32 * warps // wide), wide, warps)
+    at_once = 32 * warps // wide
+    count = max(count, at_once)
+    return Cut(count, wide, warps, count // at_once if coded else 1)
 
 
 def _power_of_two(least: int) -> int:

@@ -20,7 +20,7 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turns import products_in_turns
+from .turns import products_in_turns
 from .config import Cut
 from .gate_up import store
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
@@ -57,9 +57,9 @@ def summed(
 
     def kernel(*refs: Any) -> None:
         of_made, refs = refs[: len(made)], refs[len(made) :]
-        ids_ref, weights_ref, *refs = refs
-        token = pl.program_id(0) // tiles
-        first = pl.program_id(0) % tiles * cut.outputs
+        ids_ref, weights_ref, refs = refs[0], refs[1], refs[2:]
+        program = pl.program_id(0)
+        token, first = program // tiles, program % tiles * cut.outputs
         routing = ids_ref, weights_ref, token, slots, experts
         total = None
         if shared is not None:
@@ -67,7 +67,8 @@ def summed(
             own = matrix_of(shared.down_proj)
             total = _shared(own, of_made[1], refs[matrix.count : -1], token, first, width, cut)
             total = total * of_made[2][token, 0]
-        sums = _routed(matrix, of_made[0], refs[: matrix.count], routing, first, width, cut)
+        parts = matrix, of_made[0], refs[: matrix.count]
+        sums = _routed(*parts, routing, first, width, cut, program)
         if total is not None:
             sums = sums + jnp.sum(total, axis=1).reshape(sums.shape[::-1]).T
         store(refs[-1], token, first, width, sums)
@@ -90,6 +91,7 @@ def _routed(
     first: Any,
     width: int,
     cut: Cut,
+    program: Any,
 ) -> Float[Array, "o n"]:
     """Of the routed experts.
 
@@ -101,6 +103,7 @@ def _routed(
         first: output of the program.
         width: number of outputs.
         cut: see there.
+        program: index of the program.
     """
     ids_ref, weights_ref, token, slots, experts = routing
     units = Units(cut.tile, slots, matrix.units)
@@ -110,7 +113,9 @@ def _routed(
         slot, unit, exists = units.at(step, cut.tile)
         expert = load(ids_ref, tokens, slot, mask=exists)
         strength = load(weights_ref, tokens, slot, mask=exists)
-        used = all_of(cut.tile, expert >= 0, expert < experts, exists)
+        used = (expert >= 0) & (expert < experts)
+        if exists is not None:
+            used = used & exists
         expert = jnp.where(used, expert, 0)
 
         def read(turn: Any) -> list[Any]:
@@ -123,12 +128,13 @@ def _routed(
                 found.append(matrix.read(refs, expert * width + output, unit, mask))
             return found
 
-        def prepared() -> Callable[[list[Any]], list[Array]]:
+        def prepared() -> Callable[[Any], list[Array]]:
             values = inputs_of_units(made_ref, token * slots, units, step, matrix)
             found = matrix.prepared(values)
             return lambda read: [matrix.product(each, found, strength, used) for each in read]
 
-        made = products_in_turns(cut.turns, cut.outputs_a_turn, read, prepared, cut.tile)
+        count = cut.outputs_a_turn
+        made = products_in_turns(cut.turns, count, read, prepared, cut.tile, program)
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, cut.turns * cut.outputs_a_turn)
@@ -145,7 +151,9 @@ def _shared(
     width: int,
     cut: Cut,
 ) -> Float[Array, "o u"]:
-    """Of the shared expert, before the sum over units: all outputs are met at once, by as many threads as are left for each.
+    """Of the shared expert, before the sum over units.
+
+    All outputs are met at once, by as many threads as are left for each.
 
     Args:
         matrix: how its down projection is read.

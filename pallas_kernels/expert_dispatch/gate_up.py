@@ -20,7 +20,7 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turns import products_in_turns
+from .turns import products_in_turns
 from .config import Cut
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
@@ -55,9 +55,9 @@ def gated(
     tiles = pl.cdiv(hidden, cut.outputs)
     arrays = [x, ids, *arrays_of(gate_up_proj)]
     shapes = [jax.ShapeDtypeStruct((tokens * slots, hidden), dtype)]
-    shared_programs = shared_tiles = 0
+    own, shared_hidden, shared_tiles, shared_programs = matrix, 0, 0, 0
     if shared is not None:
-        shared_hidden, own = shared.gate_proj.shape[0], matrix_of(shared.gate_proj)
+        own, shared_hidden = matrix_of(shared.gate_proj), shared.gate_proj.shape[0]
         shared_tiles = pl.cdiv(shared_hidden, shared_outputs)
         shared_programs = tokens * (shared_tiles + 1)
         arrays += [*arrays_of(shared.gate_proj), *arrays_of(shared.up_proj), shared.gate]
@@ -80,7 +80,7 @@ def gated(
             def _() -> None:
                 gate = expert * rows
                 parts = (routed_refs, gate), (routed_refs, gate + hidden)
-                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut)
+                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut, program)
                 store(refs[-1 if shared is None else -3], slot, first, hidden, made)
 
         if shared is not None:
@@ -92,7 +92,7 @@ def gated(
             def _() -> None:
                 token, first = program // shared_tiles, program % shared_tiles * shared_outputs
                 parts = (of_gate, 0), (of_up, 0)
-                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut)
+                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut, program)
                 store(refs[-2], token, first, shared_hidden, made)
 
             @pl.when((program >= tokens * shared_tiles) & (program < shared_programs))
@@ -121,6 +121,7 @@ def _made(
     first: Any,
     hidden: int,
     cut: Cut,
+    program: Any,
 ) -> Float[Array, "o n"]:
     """Silu(gate) * up of a program.
 
@@ -131,6 +132,7 @@ def _made(
         first: gate of the program.
         hidden: number of gates.
         cut: see there.
+        program: index of the program.
     """
     units = Units(cut.tile, 1, matrix.units)
 
@@ -147,11 +149,12 @@ def _made(
                 found += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
             return found
 
-        def prepared() -> Callable[[list[Any]], list[Array]]:
+        def prepared() -> Callable[[Any], list[Array]]:
             values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
             return lambda read: [matrix.product(each, values) for each in read]
 
-        made = products_in_turns(cut.turns, 2 * cut.outputs_a_turn, read, prepared, cut.tile)
+        count = 2 * cut.outputs_a_turn
+        made = products_in_turns(cut.turns, count, read, prepared, cut.tile, program)
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, 2 * cut.turns * cut.outputs_a_turn)
@@ -161,7 +164,7 @@ def _made(
 
 def store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"]) -> None:
     """Write what a program made: its outputs are one behind the other along the first axis."""
-    size = made.shape
+    size = made.shape[0], made.shape[1]
     column = first + size[0] * iota(size, 1) + iota(size, 0)
     mask = column < hidden if hidden % (size[0] * size[1]) else None
     plt.store(ref.at[jnp.full(size, row, jnp.int32), column], made.astype(ref.dtype), mask=mask)

@@ -85,6 +85,7 @@ class Coded:
     zero: bool
 
     width = UNIT
+    coded = True
 
     @property
     def inputs(self) -> int:
@@ -120,12 +121,19 @@ class Coded:
 
     def product(
         self,
-        read: tuple[Any, ...],
-        prepared: tuple[Any, ...],
+        read: Any,
+        prepared: Any,
         strength: Float[Array, "o u"] | None = None,
         used: Bool[Array, "o u"] | None = None,
     ) -> Float[Array, "o u"]:
-        """Products of units of rows with their inputs, times the strength; zero where not used."""
+        """Products of units of rows with their inputs, times the strength; zero where not used.
+
+        Args:
+            read: by `read`.
+            prepared: by `prepared`.
+            strength: of units.
+            used: which count.
+        """
         codes, scales, *zeros = read
         values, start, all_values = prepared
         product = multiplied(codes, values, start)
@@ -148,6 +156,7 @@ class Plain:
     width: int
 
     count = 1
+    coded = False
 
     @property
     def units(self) -> int:
@@ -175,8 +184,8 @@ class Plain:
 
     def product(
         self,
-        read: list[Float[Array, "o u"]],
-        prepared: list[Float[Array, "o u"]],
+        read: Any,
+        prepared: Any,
         strength: Float[Array, "o u"] | None = None,
         used: Bool[Array, "o u"] | None = None,
     ) -> Float[Array, "o u"]:

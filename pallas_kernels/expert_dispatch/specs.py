@@ -32,7 +32,7 @@ class Spec:
         shared_hidden: Fs; 0 for no shared expert.
         shared_bits: of the shared expert's projections.
         x: dtype of tokens.
-        inner: to which they are rounded.
+        inner: to which what the down projections read is rounded.
     """
 
     tokens: int
@@ -51,6 +51,7 @@ class Spec:
 
     def arguments(self) -> tuple[Any, ...]:
         """Shapes and dtypes of the call's arrays."""
+        struct: Any = jax.ShapeDtypeStruct
         routing = self.tokens, self.slots
         width, hidden = self.width, self.hidden
         shared = None
@@ -60,12 +61,12 @@ class Spec:
                 self.weight(sizes, self.shared_bits),
                 self.weight(sizes, self.shared_bits),
                 self.weight(sizes[::-1], self.shared_bits),
-                jax.ShapeDtypeStruct((1, width), jnp.dtype(self.inner)),
+                struct((1, width), jnp.dtype(self.inner)),
             )
         return (
-            jax.ShapeDtypeStruct((self.tokens, width), jnp.dtype(self.x)),
-            jax.ShapeDtypeStruct(routing, jnp.int32),
-            jax.ShapeDtypeStruct(routing, jnp.float32),
+            struct((self.tokens, width), jnp.dtype(self.x)),
+            struct(routing, jnp.int32),
+            struct(routing, jnp.float32),
             self.weight((self.experts, 2 * hidden, width), self.bits),
             self.weight((self.experts, width, hidden), self.down_bits),
             shared,
@@ -73,12 +74,13 @@ class Spec:
 
     def weight(self, shape: tuple[int, ...], bits: int) -> Any:
         """Shapes and dtypes of a matrix or a stack."""
+        struct: Any = jax.ShapeDtypeStruct
         if bits in NUMBERS:
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(NUMBERS[bits]))
+            return struct(shape, jnp.dtype(NUMBERS[bits]))
         *rows, inputs = shape
-        codes = jax.ShapeDtypeStruct((*rows, bits, unit_count(inputs)), jnp.uint32)
+        codes = struct((*rows, bits, unit_count(inputs)), jnp.uint32)
         groups = (*rows, group_count(inputs, self.group_size))
-        scale = jax.ShapeDtypeStruct(groups, jnp.bfloat16)
+        scale = struct(groups, jnp.bfloat16)
         zero = scale if self.zero else None
         return QTensor(codes, scale, zero, None, inputs, self.group_size)
 

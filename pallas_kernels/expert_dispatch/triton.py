@@ -39,12 +39,12 @@ def few_tokens(
 
 def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
     """The configuration of a call that brings none."""
-    if x.shape[0] > FEW_TOKENS:
-        tokens, slots = ids.shape
+    tokens, slots = ids.shape
+    if tokens > FEW_TOKENS:
         return many_tokens_config.heuristic(tokens, slots, down_proj.shape[0])
-    units, hidden_units = (matrix_of(weight).units for weight in (gate_up_proj, down_proj))
-    sizes = *ids.shape, x.shape[1], down_proj.shape[2], units, hidden_units
-    return heuristic(current_target().cores, *sizes)
+    first, second = matrix_of(gate_up_proj), matrix_of(down_proj)
+    width, hidden = down_proj.shape[1:]
+    return heuristic(current_target().cores, tokens, slots, width, hidden, first, second)
 
 
 DISPATCHES: dict[type[Config], Callable[..., Any]] = {
@@ -59,7 +59,8 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     x, _, weights, gate_up_proj, down_proj, *rest = arrays
     shared = rest[0] if rest else None
     if x.shape[0] > FEW_TOKENS:
-        reasons += _refusals_of_many(*arrays[:2], gate_up_proj, down_proj, settings["inner_dtype"])
+        inner_dtype = settings["inner_dtype"]
+        reasons += _refusals_of_many(x, arrays[1], gate_up_proj, down_proj, inner_dtype)
     named = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     dtypes = {"x": x.dtype} | {name: settings[name] for name in ("inner_dtype", "dtype")}
     if shared is not None:

@@ -90,5 +90,5 @@ class SparseMoE(nnx.Module):
         linears = [gate, *(getattr(parts, f"{name}_proj") for name in ("gate", "up", "down"))]
         if type(self.experts) is not Experts or any(type(each) is not Linear for each in linears):
             return None
-        weight, *projections = (linear.weight[...] for linear in linears)
-        return SharedExpert(*projections, weight)
+        weight, gate_proj, up_proj, down_proj = (linear.weight[...] for linear in linears)
+        return SharedExpert(gate_proj, up_proj, down_proj, weight)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 # So many turns before its own a turn's numbers are read.
@@ -25,6 +24,7 @@ def products_in_turns(
     read: Callable[[Any], Any],
     prepared: Callable[[], Callable[[Any], list[Array]]],
     tile: tuple[int, int],
+    program: Any,
 ) -> list[Float[Array, "o u"]]:
     """The products of all turns, in order.
 
@@ -35,6 +35,7 @@ def products_in_turns(
         prepared: called when the first turns' numbers are on their way; gives the function that
             makes a turn's products of what was read.
         tile: of a product.
+        program: index of the program, or its first output: no compiler knows it.
     """
     held = [read(turn) for turn in range(max(1, min(AHEAD, turns - 1)))]
     products = prepared()
@@ -48,6 +49,6 @@ def products_in_turns(
         return [*ahead, following], [*found[count:], *products(now)]
 
     found = [jnp.zeros(tile, jnp.float32)] * (turns * count)
-    # No program's index has that bit. Knowing it, the compiler would write all turns out.
-    end = turns + (pl.program_id(0) >> 30)
+    # The bit is never set. Knowing that, the compiler would write all turns out.
+    end = turns + (program >> 30)
     return jax.lax.fori_loop(0, end, take, (held, found))[1]
