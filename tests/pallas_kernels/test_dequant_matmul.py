@@ -33,7 +33,6 @@ from pallas_kernels.dequant_matmul.specs import SPECS, Matrix
 from pallas_kernels.testing import interpreted, norm_error
 from tests.pallas_kernels.coded_products import check, drawn, launches, small
 
-
 CASES = {
     "1 row": small(1, 3, 32),
     "1 row, one input": small(1, 3, 64, inputs=1),
