@@ -48,8 +48,7 @@ def bench(
         prefill_chunk_size: most prompt tokens a row in one forward pass (512 by default).
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
         implementation: run every operation so, or fail: reference (plain JAX) or triton (GPU
-            kernels); by default each call runs on the first that
-            takes it.
+            kernels); by default each call runs on the first that takes it.
         kv_cache_dtype: int8 keeps keys and values as int8 codes; auto (the default) in the model's
             dtype.
         json: write one JSON object, fit to be kept.
