@@ -192,7 +192,7 @@ def check(spec: Spec, given: Arrays, ids: jax.Array) -> dict[str, Any]:
     x, ids, weights, up, below, shared = some = *(each[rows] for each in arrays[:3]), *arrays[3:]
     config, inner = triton.chosen(x, ids, up, below), spec.settings()["inner_dtype"]
     made = gate_up.gated(x, ids, up, shared, inner, config.gate_up, config.shared_outputs)
-    total = down.summed(made, ids, weights, below, shared, jnp.dtype("float32"), config.down)
+    total = down.summed(made, ids, weights, below, shared, None, jnp.dtype("float32"), config.down)
     rounding = 2.0**-9 if inner == jnp.bfloat16 else 0.0
     with jax.enable_x64(True):
         wanted = formula_of_gated(some)
@@ -268,7 +268,7 @@ class Calls:
         def run(made: jax.Array, rest: Arrays) -> jax.Array:
             ids, weights, _, below, shared = rest
             all_made = (made, *self.made[1:])
-            return down.summed(all_made, ids, weights, below, shared, jnp.float32, cut)
+            return down.summed(all_made, ids, weights, below, shared, None, jnp.float32, cut)
 
         return Chain.of_equals(run, self.made[0], self.inputs, CALLS)
 

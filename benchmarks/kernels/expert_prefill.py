@@ -112,7 +112,12 @@ MANY = [
     (128, Grouped(128, 4, 8, 2)),
     (256, Grouped(64, 2, 8, 3)),
 ]
-SETTINGS: dict[str, Any] = {"shared": None, "inner_dtype": jnp.bfloat16, "dtype": jnp.float32}
+SETTINGS: dict[str, Any] = {
+    "shared": None,
+    "residual": None,
+    "inner_dtype": jnp.bfloat16,
+    "dtype": jnp.float32,
+}
 Arrays = tuple[Any, ...]
 
 

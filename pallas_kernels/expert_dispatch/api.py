@@ -27,6 +27,7 @@ def expert_dispatch(
     gate_up_proj: Float[Array, "E F2 D"] | QTensor,
     down_proj: Float[Array, "E D F"] | QTensor,
     shared: SharedExpert | None = None,
+    residual: Float[Array, "M D"] | None = None,
     *,
     inner_dtype: DTypeLike | None = None,
     dtype: DTypeLike | None = None,
@@ -36,7 +37,7 @@ def expert_dispatch(
 
     y[m] = sum over slots a of weights[m, a] * down(silu(gate(x[m])) * up(x[m])), with the gate, up
     and down projections of expert ids[m, a]; and sigmoid(gate(x[m])) times the same of the shared
-    expert's own projections.
+    expert's own projections; and residual[m].
 
     Args:
         x: tokens.
@@ -47,6 +48,7 @@ def expert_dispatch(
             in codes.
         down_proj: down projection of each expert, likewise.
         shared: the expert that every token goes to; None if there is none.
+        residual: what the sum is added to; None for zero.
         inner_dtype: to which what the down projections read is rounded; x's if None. Tokens may be
             rounded to it as well: tensor cores need it, the kernels of few tokens read x as it is.
         dtype: of the result; x's if None.
@@ -65,6 +67,7 @@ def expert_dispatch(
         gate_up_proj,
         down_proj,
         shared,
+        residual,
         inner_dtype=jnp.dtype(inner_dtype or x.dtype),
         dtype=jnp.dtype(dtype or x.dtype),
         implementation=implementation,

@@ -28,6 +28,7 @@ def summed(
     experts: int,
     dtype: Any,
     shared: tuple[Float[Array, "M D"], Float[Array, "M 1"]] | None = None,
+    residual: Float[Array, "M D"] | None = None,
 ) -> Float[Array, "M D"]:
     """Weighted sum over each token's slots, in float32 and rounded once.
 
@@ -38,6 +39,7 @@ def summed(
         experts: E.
         dtype: of the result.
         shared: what the shared expert made, and the logits of its strengths; None without one.
+        residual: what the sum is added to; None for zero.
     """
     (tokens, slots), width = ids.shape, y.shape[1]
 
@@ -58,6 +60,8 @@ def summed(
                 mask = mask & inside
             made = load(y_ref, row * slots + slot, column, mask=mask).astype(jnp.float32)
             total = total + made * jnp.where(filled, weight, 0.0)
+        if residual is not None:
+            total = load(refs[-2], row, column, mask=inside).astype(jnp.float32) + total
         plt.store(refs[-1].at[row, column], total.astype(dtype), mask=inside)
 
     return triton_call(
@@ -67,4 +71,4 @@ def summed(
         name="expert_dispatch_sum",
         grid=(tokens, pl.cdiv(width, COLUMNS)),
         out_shape=jax.ShapeDtypeStruct((tokens, width), dtype),
-    )(y, ids, weights, *(shared or ()))
+    )(y, ids, weights, *(shared or ()), *(() if residual is None else (residual,)))

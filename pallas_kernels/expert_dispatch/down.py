@@ -21,7 +21,7 @@ from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
 from .config import Cut
-from .gate_up import store
+from .gate_up import columns, store
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
 from .turns import products_in_turns
@@ -33,10 +33,11 @@ def summed(
     weights: Float[Array, "M A"],
     down_proj: Float[Array, "E D F"] | QTensor,
     shared: SharedExpert | None,
+    residual: Float[Array, "M D"] | None,
     dtype: Any,
     cut: Cut,
 ) -> Float[Array, "M D"]:
-    """The weighted sum over slots, and the shared expert's output times its strength.
+    """The weighted sum over slots, the shared expert's output times its strength, and the residual.
 
     Args:
         made: by `gate_up.gated`.
@@ -44,6 +45,7 @@ def summed(
         weights: of slots.
         down_proj: of all experts.
         shared: expert.
+        residual: what the sum is added to, if anything.
         dtype: of the result.
         cut: see there.
     """
@@ -52,14 +54,19 @@ def summed(
     matrix = matrix_of(down_proj)
     tiles = pl.cdiv(width, cut.outputs)
     arrays = [*made, ids, weights, *arrays_of(down_proj)]
+    if residual is not None:
+        arrays = [residual, *arrays]
     if shared is not None:
         arrays += arrays_of(shared.down_proj)
 
     def kernel(*refs: Any) -> None:
-        of_made, refs = refs[: len(made)], refs[len(made) :]
-        ids_ref, weights_ref, refs = refs[0], refs[1], refs[2:]
         program = pl.program_id(0)
         token, first = program // tiles, program % tiles * cut.outputs
+        stream = None
+        if residual is not None:
+            stream, refs = _residual(refs[0], token, first, cut), refs[1:]
+        of_made, refs = refs[: len(made)], refs[len(made) :]
+        ids_ref, weights_ref, refs = refs[0], refs[1], refs[2:]
         routing = ids_ref, weights_ref, token, slots, experts
         total = None
         if shared is not None:
@@ -71,6 +78,8 @@ def summed(
         sums = _routed(*parts, routing, first, width, cut, program)
         if total is not None:
             sums = sums + jnp.sum(total, axis=1).reshape(sums.shape[::-1]).T
+        if stream is not None:
+            sums = stream + sums
         store(refs[-1], token, first, width, sums)
 
     return triton_call(
@@ -81,6 +90,14 @@ def summed(
         grid=(tokens * tiles,),
         out_shape=jax.ShapeDtypeStruct((tokens, width), dtype),
     )(*arrays)
+
+
+def _residual(ref: Any, token: Any, first: Any, cut: Cut) -> Float[Array, "o n"]:
+    """What a program adds to, in float32; read first, since nothing else waits for it."""
+    size = cut.outputs_at_once, cut.outputs // cut.outputs_at_once
+    width, column = ref.shape[1], columns(first, size)
+    mask = column < width if width % cut.outputs else None
+    return load(ref, jnp.full(size, token, jnp.int32), column, mask=mask).astype(jnp.float32)
 
 
 def _routed(

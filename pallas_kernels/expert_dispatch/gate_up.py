@@ -162,11 +162,24 @@ def _made(
     return gate * jax.lax.logistic(gate) * up
 
 
-def store(ref: Any, row: Any, first: Any, hidden: int, made: Float[Array, "o n"]) -> None:
-    """Write what a program made: its outputs are one behind the other along the first axis."""
+def columns(first: Any, size: tuple[int, int]) -> Int[Array, "o n"]:
+    """The outputs of a program: one behind the other along the first axis."""
+    return first + size[0] * iota(size, 1) + iota(size, 0)
+
+
+def store(ref: Any, row: Any, first: Any, outputs: int, made: Float[Array, "o n"]) -> None:
+    """Write what a program made.
+
+    Args:
+        ref: rows of outputs.
+        row: which.
+        first: output of the program.
+        outputs: of a row.
+        made: see `columns`.
+    """
     size = made.shape[0], made.shape[1]
-    column = first + size[0] * iota(size, 1) + iota(size, 0)
-    mask = column < hidden if hidden % (size[0] * size[1]) else None
+    column = columns(first, size)
+    mask = column < outputs if outputs % (size[0] * size[1]) else None
     plt.store(ref.at[jnp.full(size, row, jnp.int32), column], made.astype(ref.dtype), mask=mask)
 
 

@@ -37,6 +37,7 @@ def many_tokens(
     gate_up_proj: Float[Array, "E F2 D"] | QTensor,
     down_proj: Float[Array, "E D F"] | QTensor,
     shared: SharedExpert | None,
+    residual: Float[Array, "M D"] | None,
     inner_dtype: Any,
     dtype: Any,
     config: ManyTokens,
@@ -47,7 +48,7 @@ def many_tokens(
     made = gated(x, ids.shape[1], tiles, gate_up_proj, config)
     y = down(made, tiles, down_proj, config)
     beside = None if shared is None else _shared_expert(x, shared)
-    return combine.summed(y, ids, weights, down_proj.shape[0], dtype, beside)
+    return combine.summed(y, ids, weights, down_proj.shape[0], dtype, beside, residual)
 
 
 def gated(

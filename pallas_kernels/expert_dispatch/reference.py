@@ -29,6 +29,7 @@ def expert_dispatch(
     gate_up_proj: Float[Array, "E F2 D"] | QTensor,
     down_proj: Float[Array, "E D F"] | QTensor,
     shared: SharedExpert | None = None,
+    residual: Float[Array, "M D"] | None = None,
     *,
     inner_dtype: Any,
     dtype: Any,
@@ -40,6 +41,8 @@ def expert_dispatch(
     y = dispatch(x, ids, weights, gate_up_proj, down_proj)
     if shared is not None:
         y = y + _shared_expert(x, shared)
+    if residual is not None:
+        y = residual.astype(y.dtype) + y
     return y.astype(dtype)
 
 
@@ -51,6 +54,7 @@ def refusals(
     gate_up_proj: Any,
     down_proj: Any,
     shared: SharedExpert | None = None,
+    residual: Any = None,
     *,
     inner_dtype: Any,
     dtype: Any,

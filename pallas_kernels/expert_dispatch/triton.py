@@ -27,6 +27,7 @@ def few_tokens(
     gate_up_proj: Float[Array, "E F2 D"] | QTensor,
     down_proj: Float[Array, "E D F"] | QTensor,
     shared: SharedExpert | None,
+    residual: Float[Array, "M D"] | None,
     inner_dtype: Any,
     dtype: Any,
     config: FewTokens,
@@ -34,7 +35,7 @@ def few_tokens(
     """See `api.expert_dispatch`."""
     cut, shared_outputs = config.gate_up, config.shared_outputs
     made = gate_up.gated(x, ids, gate_up_proj, shared, inner_dtype, cut, shared_outputs)
-    return down.summed(made, ids, weights, down_proj, shared, dtype, config.down)
+    return down.summed(made, ids, weights, down_proj, shared, residual, dtype, config.down)
 
 
 def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
@@ -57,12 +58,14 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     """Why the kernels do not take a call; see `dispatch.Implementation`."""
     reasons = triton_refusals(target) + reference.refusals(target, *arrays, **settings)
     x, _, weights, gate_up_proj, down_proj, *rest = arrays
-    shared = rest[0] if rest else None
+    shared, residual, *_ = *rest, None, None
     if x.shape[0] > FEW_TOKENS:
         inner_dtype = settings["inner_dtype"]
         reasons += _refusals_of_many(x, arrays[1], gate_up_proj, down_proj, inner_dtype)
     named = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
     dtypes = {"x": x.dtype} | {name: settings[name] for name in ("inner_dtype", "dtype")}
+    if residual is not None:
+        dtypes["residual"] = residual.dtype
     if shared is not None:
         parts = ("gate_proj", "up_proj", "down_proj")
         named |= {f"shared {name}": getattr(shared, name) for name in parts}
@@ -120,6 +123,7 @@ def expert_dispatch(
     gate_up_proj: Float[Array, "E F2 D"] | QTensor,
     down_proj: Float[Array, "E D F"] | QTensor,
     shared: SharedExpert | None = None,
+    residual: Float[Array, "M D"] | None = None,
     *,
     inner_dtype: Any,
     dtype: Any,
@@ -129,5 +133,5 @@ def expert_dispatch(
     if config is None:
         config = chosen(x, ids, gate_up_proj, down_proj)
     dispatch = DISPATCHES[type(config)]
-    arrays = x, ids, weights, gate_up_proj, down_proj, shared
+    arrays = x, ids, weights, gate_up_proj, down_proj, shared, residual
     return dispatch(*arrays, inner_dtype, dtype, config)

@@ -58,19 +58,21 @@ class DecoderLayer(nnx.Module):
         """The layer's output, its cache with the new tokens, its routing (None if dense)."""
         mixed, cache = self.mix(x, cache, chunk)
         x, normal = self.post_attention_layernorm.after_adding(x, mixed)
-        fed, routing = self.feed(normal, mixed, chunk)
-        return x + fed.astype(x.dtype), cache, routing
+        x, routing = self.feed(x, normal, mixed, chunk)
+        return x, cache, routing
 
     def mix(self, x: Array, cache: Any, chunk: Chunk) -> tuple[Array, Any]:
         """Normalise, mix: full attention or the gated delta net, whose products may do both."""
         mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
         return mixer(x, self.input_layernorm, cache, chunk)
 
-    def feed(self, x: Array, mixed: Array, chunk: Chunk) -> tuple[Array, Routing | None]:
-        """The feed-forward: dense or sparse."""
+    def feed(
+        self, x: Array, normal: Array, mixed: Array, chunk: Chunk
+    ) -> tuple[Array, Routing | None]:
+        """Feed forward what is normal, dense or sparse, and add."""
         if isinstance(self.mlp, SparseMoE):
-            return self.mlp(x, RouterContext(valid=chunk.valid, mixed=mixed))
-        return self.mlp(x), None
+            return self.mlp(normal, RouterContext(valid=chunk.valid, mixed=mixed), x)
+        return x + self.mlp(normal).astype(x.dtype), None
 
 
 @pytree

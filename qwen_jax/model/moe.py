@@ -24,9 +24,13 @@ class Experts(nnx.Module):
         self.down_proj = parameter((experts, width, hidden), dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], routing: Routing, shared: SharedExpert | None = None
+        self,
+        x: Float[Array, "B T D"],
+        routing: Routing,
+        shared: SharedExpert | None = None,
+        residual: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Float32: the weighted sum, and what the shared expert adds if one is given."""
+        """Float32: the weighted sum, what the shared expert adds if one is given, and residual."""
         tokens, slots = x.shape[0] * x.shape[1], routing.ids.shape[-1]
         mixed = expert_dispatch(
             x.reshape(tokens, -1),
@@ -35,6 +39,7 @@ class Experts(nnx.Module):
             self.gate_up_proj[...],
             self.down_proj[...],
             shared,
+            None if residual is None else residual.reshape(tokens, -1),
             inner_dtype=self.dtype,
             dtype="float32",
             implementation=self.implementation,
@@ -45,7 +50,7 @@ class Experts(nnx.Module):
 class SparseMoE(nnx.Module):
     """Route, run the chosen experts, add the shared expert under its own gate.
 
-    Returns the result in float32, and the routing.
+    Returns residual plus the result in float32, and the routing.
     """
 
     def __init__(self, config: QwenConfig, layer: int):
@@ -65,28 +70,32 @@ class SparseMoE(nnx.Module):
         self.shared_expert_gate = Linear(width, 1, dtype, implementation=run) if shared else None
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: RouterContext
+        self, x: Float[Array, "B T D"], context: RouterContext, residual: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Routing]:
         experts = self.experts.gate_up_proj.shape[0]
         routing = self.gate(x, context)
         # The model's own has done this already, in the same launch.
         if type(self.gate) is not TopKRouter:
             routing = without_padding(routing, context.valid, experts)
-        if self.shared_expert is None or self.shared_expert_gate is None:
-            return self.experts(x, routing), routing
-        if (shared := self._as_one_operation()) is not None:
-            return self.experts(x, routing, shared), routing
-        y, strength = self.shared_expert.beside(x, self.shared_expert_gate)
-        strength = jax.nn.sigmoid(strength.astype(jnp.float32))
-        y = jnp.broadcast_to(strength, y.shape) * y.astype(jnp.float32)
-        return self.experts(x, routing) + y, routing
+        shared = self._as_one_operation()
+        if type(self.experts) is Experts and (shared is not None or self.shared_expert is None):
+            return self.experts(x, routing, shared, residual), routing
+        y = self.experts(x, routing)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            own, strength = self.shared_expert.beside(x, self.shared_expert_gate)
+            strength = jax.nn.sigmoid(strength.astype(jnp.float32))
+            y = y + jnp.broadcast_to(strength, own.shape) * own.astype(jnp.float32)
+        return residual + y, routing
 
     def _as_one_operation(self) -> SharedExpert | None:
         """The shared expert's weights, to be one more slot of the others.
 
-        None where something stands in a module's place: it must see what the module would.
+        None where there is none, or something stands in a module's place: it must see what the
+        module would.
         """
         parts, gate = self.shared_expert, self.shared_expert_gate
+        if parts is None or gate is None:
+            return None
         linears = [gate, *(getattr(parts, f"{name}_proj") for name in ("gate", "up", "down"))]
         if type(self.experts) is not Experts or any(type(each) is not Linear for each in linears):
             return None

@@ -20,7 +20,12 @@ from pallas_kernels.expert_dispatch.many_tokens import many_tokens
 from pallas_kernels.expert_dispatch.many_tokens_config import Grouped, ManyTokens, heuristic
 from pallas_kernels.testing import interpreted, norm_error
 
-SETTINGS: dict[str, Any] = {"shared": None, "inner_dtype": jnp.bfloat16, "dtype": jnp.float32}
+SETTINGS: dict[str, Any] = {
+    "shared": None,
+    "residual": None,
+    "inner_dtype": jnp.bfloat16,
+    "dtype": jnp.float32,
+}
 
 
 @dataclasses.dataclass(frozen=True)
