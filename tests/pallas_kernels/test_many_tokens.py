@@ -14,8 +14,8 @@ import pytest
 from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.dequant_matmul.layout import CENTRES, group_count, pack, unit_count
 from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.expert_dispatch import combine, sorting
 from pallas_kernels.expert_dispatch import many_tokens as module
-from pallas_kernels.expert_dispatch import sorting
 from pallas_kernels.expert_dispatch.many_tokens import many_tokens
 from pallas_kernels.expert_dispatch.many_tokens_config import Grouped, ManyTokens, heuristic
 from pallas_kernels.testing import interpreted, norm_error
@@ -219,3 +219,21 @@ def on_a_gpu(cut, *arrays):
 def test_experts_on_a_gpu(name):
     sizes, cut, bar = CASES[name]
     check(*drawn(sizes), cut, bar, on_a_gpu)
+
+
+def test_slots_are_summed_with_what_is_beside_them():
+    """Of two programs' columns; the last slot is empty and may hold anything."""
+    rng = np.random.default_rng(3)
+    y, shared, residual = (rng.standard_normal((size, 1100)) for size in (6, 2, 2))
+    logits, weights = rng.standard_normal((2, 1)), rng.random((2, 3))
+    y[5], ids = np.nan, np.asarray([[0, 3, 1], [2, 2, 4]], np.int32)
+    wanted = residual + shared / (1 + np.exp(-logits))
+    for slot in range(5):
+        wanted[slot // 3] += weights[slot // 3, slot % 3] * y[slot]
+    given = (jnp.asarray(each, jnp.float32) for each in (y, weights, shared, logits, residual))
+    y, weights, shared, logits, residual = given
+    with interpreted():
+        found = combine.summed(
+            y, jnp.asarray(ids), weights, 4, jnp.float32, (shared, logits), residual
+        )
+    assert norm_error(found, wanted) < 1e-6
