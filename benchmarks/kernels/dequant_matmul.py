@@ -53,6 +53,8 @@ CHECKED_OUTPUTS = 4096
 FEW = [
     *(FewRows(outputs, 128, 4) for outputs in (4, 8)),
     *(FewRows(outputs, 64, 2) for outputs in (4, 16)),
+    *(FewRows(outputs, 64, 2, outputs) for outputs in (4, 8)),
+    FewRows(4, 128, 4, 4),
     FewRows(8, 64, 4),
     FewRows(8, 32, 1),
     FewRows(8, 16, 1),

@@ -8,7 +8,7 @@ thread's values until their sums are added.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from .layout import CENTRES, UNIT
 from .norm import Norm
 from .operands import Shape, iota, load, words
 from .pieces import Piece, Share, chosen, launch
+from .turns import products_in_turns
 from .unit import multiplied, offsets
 
 # So many inputs a thread reads at once: 16 bytes.
@@ -77,29 +78,25 @@ def _product(
     count = config.outputs // tile[0]
     steps = pl.cdiv(shape.units, config.units)
     has_zero = len(shares[0].refs) > 2
-    centre = 0.0 if has_zero else CENTRES[shape.bits]
 
     def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         sums, squares = carry
-        read = chosen(shares, functools.partial(_read, config, step))
-        rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
-        if norm is not None:
-            squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
-            weight = _inputs(shape, shared[1], 0, tile, step)
-            rows = [list(map(norm.weighted, values, weight)) for values in rows]
-        starts = [start_of(values, shape.bits, centre) for values in rows]
-        totals = [total(values) for values in rows] if has_zero else []
-        found = []
-        for index, (codes, *numbers) in enumerate(read):
-            scales, *zeros = (number.astype(jnp.float32) for number in numbers)
-            products = [
-                multiplied(codes, values, start) for values, start in zip(rows, starts, strict=True)
-            ]
-            for row, product in enumerate(products):
-                if zeros:
-                    product = product - zeros[0] * totals[row]
-                found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
-        return found, squares
+
+        def read(turn: Any) -> list[Any]:
+            return chosen(shares, functools.partial(_read, config, step, turn))
+
+        def prepared() -> Callable[[Any], list[Array]]:
+            nonlocal squares
+            rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
+            if norm is not None:
+                squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
+                weight = _inputs(shape, shared[1], 0, tile, step)
+                rows = [list(map(norm.weighted, values, weight)) for values in rows]
+            return _products(shape.bits, has_zero, rows)
+
+        each, program = config.outputs_a_turn * shape.rows, shares[0].first
+        made = products_in_turns(config.turns, each, read, prepared, tile, program)
+        return [added + product for added, product in zip(sums, made, strict=True)], squares
 
     zeros = jnp.zeros(tile, jnp.float32)
     carry = [zeros] * (count * shape.rows), [] if norm is None else [zeros] * shape.rows
@@ -116,19 +113,48 @@ def _product(
         chosen(shares, lambda s, row=row, sums=sums: _store(s.shape, s.out_ref, row, s.first, sums))
 
 
-def _read(config: FewRows, step: Any, share: Share) -> list[tuple[Any, ...]]:
-    """Words, scales and perhaps zero points of a tile of units of each output."""
+def _read(config: FewRows, step: Any, turn: Any, share: Share) -> list[tuple[Any, ...]]:
+    """Words, scales and perhaps zero points of a tile of units of each output of a turn."""
     shape, (codes_ref, *numbers) = share.shape, share.refs
     tile = config.outputs_at_once, config.units
     unit = step * tile[1] + iota(tile, 1)
     group = unit // shape.group_units
     found = []
-    for index in range(config.outputs // tile[0]):
+    for place in range(config.outputs_a_turn):
+        index = turn * config.outputs_a_turn + place
         output = share.first + index * tile[0] + iota(tile, 0)
         mask = shape.mask((config.outputs, tile[1]), output, unit)
         read = [load(ref, output, group, mask=mask) for ref in numbers]
         found.append((words(shape, codes_ref, output, unit, mask), *read))
     return found
+
+
+def _products(
+    bits: int, has_zero: bool, rows: list[list[Array]]
+) -> Callable[[Any], list[Float[Array, "o u"]]]:
+    """What makes products of units that were read, of each with all rows.
+
+    Args:
+        bits: of a code.
+        has_zero: whether groups have zero points.
+        rows: inputs of units, by value of a unit.
+    """
+    centre = 0.0 if has_zero else CENTRES[bits]
+    starts = [start_of(values, bits, centre) for values in rows]
+    totals = [total(values) for values in rows] if has_zero else []
+
+    def products(read: Any) -> list[Array]:
+        found = []
+        for codes, *numbers in read:
+            scales, *zeros = (number.astype(jnp.float32) for number in numbers)
+            for row, values in enumerate(rows):
+                product = multiplied(codes, values, starts[row])
+                if zeros:
+                    product = product - zeros[0] * totals[row]
+                found.append(product * scales)
+        return found
+
+    return products
 
 
 def _inputs(

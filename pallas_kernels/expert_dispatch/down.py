@@ -20,11 +20,11 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
+from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
 from .gate_up import columns, store
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
-from .turns import products_in_turns
 
 
 def summed(

@@ -30,7 +30,7 @@ TOGETHER = {
     "7 rows, norm": together(7, ALIKE[1], OTHERS[0], norm=True),
 }
 CUT_TOGETHER = {
-    "few rows": (together(2, *ALIKE, inputs=520, norm=True), FewRows(8, 8, 1)),
+    "few rows": (together(2, *ALIKE, inputs=520, norm=True), FewRows(8, 8, 1, 2)),
     "some rows, split": (together(19, *ALIKE[:2]), SomeRows(16, 32, 2, blocks=2)),
 }
 
