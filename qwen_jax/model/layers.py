@@ -183,8 +183,11 @@ class RMSNorm(nnx.Module):
         self.implementation = implementation
         self.result = result
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return rms_norm(x, self.weight[...], **self._settings())
+    def __call__(
+        self, x: Float[Array, "... D"], result: DTypeLike | None = None
+    ) -> Float[Array, "... D"]:
+        settings = self._settings() | ({} if result is None else {"dtype": result})
+        return rms_norm(x, self.weight[...], **settings)
 
     def after_adding(
         self, x: Float[Array, "... D"], y: Float[Array, "... D"]
