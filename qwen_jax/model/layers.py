@@ -186,8 +186,8 @@ class RMSNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "... D"], result: DTypeLike | None = None
     ) -> Float[Array, "... D"]:
-        settings = self._settings() | ({} if result is None else {"dtype": result})
-        return rms_norm(x, self.weight[...], **settings)
+        """The norm, in the dtype `result` or else that of the module."""
+        return rms_norm(x, self.weight[...], **self._settings() | {"dtype": result or self.result})
 
     def after_adding(
         self, x: Float[Array, "... D"], y: Float[Array, "... D"]
