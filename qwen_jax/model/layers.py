@@ -187,7 +187,8 @@ class RMSNorm(nnx.Module):
         self, x: Float[Array, "... D"], result: DTypeLike | None = None
     ) -> Float[Array, "... D"]:
         """The norm, in the dtype `result` or else that of the module."""
-        return rms_norm(x, self.weight[...], **self._settings() | {"dtype": result or self.result})
+        settings: dict[str, Any] = self._settings() | {"dtype": result or self.result}
+        return rms_norm(x, self.weight[...], **settings)
 
     def after_adding(
         self, x: Float[Array, "... D"], y: Float[Array, "... D"]
