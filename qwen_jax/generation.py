@@ -126,7 +126,8 @@ def _run(
         max_tokens=jnp.asarray(max_tokens, jnp.int32),
         capacity=bucket(max_tokens, max_tokens * 2),
         stop_ids=_stop_ids(() if ignore_eos else model.config.eos_token_id),
-        sampling=SamplingParams.stack(params),
+        # A program that knows that it is greedy is simpler than one that asks.
+        sampling=None if all(row.is_greedy for row in params) else SamplingParams.stack(params),
         vocab_size=_sampled_ids(model, tokenizer),
         overflow=cache.overflow,
         in_prompt=_tokens_present(ids, params, model.config.vocab_size),

@@ -91,6 +91,14 @@ class SamplingOptions:
                 f"None"
             )
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the model's most likely token is taken, without penalties."""
+        plain = self.repetition_penalty == 1 and not (
+            self.presence_penalty or self.frequency_penalty
+        )
+        return plain and self.temperature == 0
+
     @classmethod
     def from_generation_config(cls, folder: str | Path) -> "SamplingOptions":
         """The `generation_config.json` of a folder; greedy where it says so or is absent.

@@ -14,6 +14,7 @@ from ..cache import LayerCache
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
+from ..quant import QTensor
 from .attention import Attention
 from .chunk import Chunk
 from .delta_net import GatedDeltaNet
@@ -159,7 +160,19 @@ class CausalLM(nnx.Module):
             if choice is not None:
                 routing[i] = choice
         hidden[-1] = self.norm(x)
-        return ForwardOutput(tuple(hidden), None if caches is None else tuple(updated), routing)
+        updated = None if caches is None else tuple(updated)
+        return ForwardOutput(tuple(hidden), x, updated, routing)
+
+    def next_logits(self, residual: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Final norm and head, on the residual stream behind the last layer; float32.
+
+        Equal to `logits(norm(residual))`, but the norm itself rounds to what the product reads.
+        """
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        weight = head.weight[...]
+        scaled = isinstance(weight, QTensor) and weight.input_scale is not None
+        dtype = "float32" if scaled else self.config.dtype
+        return self.logits(self.norm(residual, dtype))
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """The head on final hidden states; float32."""
@@ -175,9 +188,17 @@ class CausalLM(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
-    """Result of `CausalLM.forward`; unused parts cost nothing under jit."""
+    """Result of `CausalLM.forward`; unused parts cost nothing under jit.
+
+    Attributes:
+        hidden_states: see `ModelOutput`.
+        residual: float32 [B, T, D], in front of the final norm.
+        caches: of each layer, with the new tokens; None without caches.
+        routing: see `ModelOutput`.
+    """
 
     hidden_states: tuple[Array, ...]
+    residual: Array
     caches: tuple[LayerCache, ...] | None
     routing: dict[int, Routing]
 
