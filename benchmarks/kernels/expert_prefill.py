@@ -199,7 +199,8 @@ def exact(case: Case, config: ManyTokens) -> bool:
     """Whether weights are multiplied without rounding."""
     units = case.group_size // layout.UNIT
     cuts = config.gate_up, config.down
-    return case.bits == 16 or (not config.unpacked and all(cut.units <= units for cut in cuts))
+    sums = all(cut.units <= units and cut.turns == 1 for cut in cuts)
+    return case.bits == 16 or (not config.unpacked and sums)
 
 
 def chain(case: Case, run: Callable[..., Any], arrays: Arrays) -> Chain:

@@ -199,21 +199,23 @@ def _totals(
     row = jnp.broadcast_to(source[:, None], size)
     wide_inside = jnp.broadcast_to(inside[:, None], size)
 
-    def add(index: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
-        column = index * size[1] + iota(size, 1)
-        mask = wide_inside
-        if stack.inputs % size[1]:
+    def inputs(index: Any) -> Float[Array, "m i"]:
+        column, mask = index * size[1] + iota(size, 1), wide_inside
+        if stack.inputs % (config.turns * size[1]):
             mask = mask & (column < stack.inputs)
-        x = load(x_ref, row, column, mask=mask)
+        return load(x_ref, row, column, mask=mask)
+
+    def add(index: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        xs = [inputs(index * config.turns + turn) for turn in range(config.turns)]
         found = []
         for matrix, total in enumerate(totals):
             first = (expert * launch.matrices + matrix) * launch.outputs
-            block = Block(first, output, launch.outputs, config.units, index)
-            found.append(stack.add(refs, block, x, total))
+            block = Block(first, output, launch.outputs, config.units, config.turns, index)
+            found.append(stack.add(refs, block, xs, total))
         return tuple(found)
 
     totals = (jnp.zeros((config.outputs, launch.rows), jnp.float32),) * launch.matrices
-    return jax.lax.fori_loop(0, pl.cdiv(stack.inputs, size[1]), add, totals)
+    return jax.lax.fori_loop(0, pl.cdiv(stack.inputs, config.turns * size[1]), add, totals)
 
 
 def _store(

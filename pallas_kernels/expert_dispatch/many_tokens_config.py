@@ -15,16 +15,19 @@ class Grouped:
     Attributes:
         outputs: outputs a program, a power of two; of gates and of the rows above, so many each.
         units: units of 32 inputs that are multiplied at once, a power of two. Up to a group's,
-            codes are multiplied as integers and scales come to the sums; beyond, scales come to
-            the codes, which are rounded to bfloat16.
+            and in one turn, codes are multiplied as integers and scales come to the sums; beyond,
+            scales come to the codes, which are rounded to bfloat16.
         num_warps: warps a program.
         num_stages: see `_compat.triton_call`.
+        turns: how many times so many units are read at once, a power of two: memory is read in
+            sectors of 32 bytes, and eight units of one word are one.
     """
 
     outputs: int = 128
     units: int = 2
     num_warps: int = 8
     num_stages: int = 3
+    turns: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

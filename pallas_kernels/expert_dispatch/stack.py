@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from .._compat import dot
 from ..dequant_matmul.layout import CENTRES, UNIT
@@ -27,7 +28,8 @@ class Block:
         row: of the stack, where the outputs begin.
         output: outputs of the tile, from there on.
         outputs: how many there are.
-        units: of 32 inputs that the tile has.
+        units: of 32 inputs that are multiplied at once.
+        turns: how many times so many are read at once.
         index: which tile of units.
     """
 
@@ -35,12 +37,8 @@ class Block:
     output: Int[Array, " o"]
     outputs: int
     units: int
+    turns: int
     index: Any
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        return self.output.shape[0], self.units * UNIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +52,28 @@ class Plain:
     inputs: int
 
     def add(
-        self, refs: tuple[Any, ...], at: Block, x: Float[Array, "m i"], total: Float[Array, "o m"]
+        self,
+        refs: tuple[Any, ...],
+        at: Block,
+        xs: list[Float[Array, "m i"]],
+        total: Float[Array, "o m"],
     ) -> Float[Array, "o m"]:
-        """Total + the tile times x, which is zero behind the last input."""
-        output, column = at.output[:, None] + iota(at.size, 1) * 0, at.index * at.size[1]
-        column = column + iota(at.size, 1)
-        mask = _mask(self.inputs, at, output, column)
-        weights = load(refs[0], at.row + output, column, mask=mask)
-        return total + dot(weights, x.T)
+        """Total + the tile times x, which is zero behind the last input.
+
+        Args:
+            refs: arrays of the stack.
+            at: where the tile is.
+            xs: columns of the inputs, for each turn.
+            total: what it is added to.
+        """
+        size = at.output.shape[0], at.units * UNIT
+        for turn, x in enumerate(xs):
+            output = at.output[:, None] + iota(size, 1) * 0
+            column = (at.index * at.turns + turn) * size[1] + iota(size, 1)
+            mask = _mask(self.inputs, at.turns * size[1], at, output, column)
+            weights = load(refs[0], at.row + output, column, mask=mask)
+            total = total + dot(weights, x.T)
+        return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +96,52 @@ class Coded:
         return dataclasses.replace(self.shape, outputs=experts * self.shape.outputs)
 
     def add(
-        self, refs: tuple[Any, ...], at: Block, x: Float[Array, "m i"], total: Float[Array, "o m"]
+        self,
+        refs: tuple[Any, ...],
+        at: Block,
+        xs: list[Float[Array, "m i"]],
+        total: Float[Array, "o m"],
     ) -> Float[Array, "o m"]:
         """See `Plain.add`."""
-        size = at.size[0], at.units
-        unit = at.index * at.units + iota(size, 1)
-        output = at.output[:, None] + iota(size, 1) * 0
-        mask = _mask(self.shape.units, at, output, unit, size)
-        codes = words(self.shape, refs[0], at.row + output, unit, mask)
-        if at.units > self.shape.group_units:
+        size = at.output.shape[0], at.turns * at.units
+        output, unit = at.output[:, None] + iota(size, 1) * 0, at.index * size[1] + iota(size, 1)
+        mask = _mask(self.shape.units, size[1], at, output, unit)
+        read = words(self.shape, refs[0], at.row + output, unit, mask)
+        parts = [jax.lax.split(word, (at.units,) * at.turns, axis=1) for word in read]
+        for turn, (x, *codes) in enumerate(zip(xs, *parts, strict=True)):
+            total = self._turn(refs, at, at.index * at.turns + turn, codes, x, total)
+        return total
+
+    def _turn(
+        self,
+        refs: tuple[Any, ...],
+        at: Block,
+        index: Any,
+        codes: list[UInt[Array, "o u"]],
+        x: Float[Array, "m i"],
+        total: Float[Array, "o m"],
+    ) -> Float[Array, "o m"]:
+        """Total + what is multiplied at once.
+
+        Args:
+            refs: see `add`.
+            at: see `add`.
+            index: which `at.units` units.
+            codes: words of them.
+            x: columns of the inputs.
+            total: see `add`.
+        """
+        size = at.output.shape[0], at.units
+        if at.turns > 1 or at.units > self.shape.group_units:
+            output = at.output[:, None] + iota(size, 1) * 0
+            unit = index * at.units + iota(size, 1)
+            mask = _mask(self.shape.units, at.turns * at.units, at, output, unit)
             group = unit // self.shape.group_units
             scales, *zeros = (per_group(ref, at.row + output, group, mask) for ref in refs[1:])
             offset = (CENTRES[self.shape.bits] - zeros[0]) * scales if zeros else None
             return total + dot(numbers(codes, scales, offset), x.T)
         products = dot(centred(codes), x.T)
-        group = at.index * at.units // self.shape.group_units
+        group = index * at.units // self.shape.group_units
         inside = at.output < at.outputs if at.outputs % size[0] else None
         scales, *zeros = (per_group(ref, at.row + at.output, group, inside) for ref in refs[1:])
         factor = step(self.shape.bits)
@@ -123,15 +166,20 @@ def stack_of(weight: Float[Array, "E O I"] | QTensor) -> tuple[Stack, list[Array
     return Coded(shape), [leaf.reshape(experts * outputs, -1) for leaf in leaves]
 
 
-def _mask(
-    count: int, at: Block, output: Array, index: Array, size: tuple[int, int] | None = None
-) -> Array | None:
-    """Which outputs and inputs, or units, of a tile exist; None where all must."""
-    size = at.size if size is None else size
+def _mask(count: int, read: int, at: Block, output: Array, index: Array) -> Array | None:
+    """Which outputs and inputs, or units, of a tile exist; None where all must.
+
+    Args:
+        count: of inputs, or units.
+        read: how many of them are read at once.
+        at: where the tile is.
+        output: outputs.
+        index: inputs, or units.
+    """
     inside = None
-    if at.outputs % size[0]:
+    if at.outputs % at.output.shape[0]:
         inside = output < at.outputs
-    if count % size[1]:
+    if count % read:
         exists = index < count
         inside = exists if inside is None else inside & exists
     return inside

@@ -84,14 +84,18 @@ def oracle(x, ids, weights, up, down):
     return result
 
 
+@functools.cache
+def compiled(config):
+    return jax.jit(functools.partial(many_tokens, **SETTINGS, config=config))
+
+
 def run(config, x, ids, weights, up, down):
     with interpreted():
-        call = jax.jit(functools.partial(many_tokens, **SETTINGS, config=config))
-        return call(x, jnp.asarray(ids), jnp.asarray(weights), up, down)
+        return compiled(config)(x, jnp.asarray(ids), jnp.asarray(weights), up, down)
 
 
-def config(rows=16, outputs=16, units=2, unpacked=False) -> ManyTokens:
-    return ManyTokens(rows, *(Grouped(outputs, units, 4, 2),) * 2, unpacked)
+def config(rows=16, outputs=32, units=2, turns=1, unpacked=False) -> ManyTokens:
+    return ManyTokens(rows, *(Grouped(outputs, units, 4, 2, turns),) * 2, unpacked)
 
 
 # Weights that are rounded to bfloat16 cost more than what lies between the products does.
@@ -99,11 +103,13 @@ SUMS, ROUNDED = 3e-3, 4.2e-3
 CASES = {
     "bfloat16": (Sizes(bits=16), config(), SUMS),
     "3 bits, sums": (Sizes(), config(), SUMS),
-    "3 bits, numbers": (Sizes(), config(units=4), ROUNDED),
+    "3 bits, turns": (Sizes(width=580), config(turns=4), ROUNDED),
     "4 bits, zero, sums": (Sizes(bits=4, group=32, zero=True), config(units=1), SUMS),
     "8 bits, zero, numbers": (Sizes(bits=8, group=32, zero=True), config(32, 32, 2), ROUNDED),
     "unpacked": (Sizes(zero=True, group=128), config(unpacked=True), ROUNDED),
 }
+# What the parts that matrices are made in show as well.
+INTERPRETED = [name for name in CASES if name != "unpacked"]
 
 
 def check(arrays, wide, cut, bar, implementation=run):
@@ -113,7 +119,7 @@ def check(arrays, wide, cut, bar, implementation=run):
     assert not y[~wanted.any(axis=1)].any()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_experts_match_the_loop(name):
     sizes, cut, bar = CASES[name]
     check(*drawn(sizes), cut, bar)
@@ -143,18 +149,20 @@ def test_matrices_are_made_part_by_part(monkeypatch):
     """Two experts at a time, of which the last part has one."""
     monkeypatch.setattr(module, "PART_BYTES", 2 * 2 * 200 * 144)
     cut = config(unpacked=True)
-    arrays, wide = drawn(Sizes())
+    arrays, wide = drawn(Sizes(experts=3, zero=True, group=128))
     check(arrays, wide, cut, ROUNDED)
     text = str(jax.make_jaxpr(functools.partial(run, cut))(*arrays))
     assert "bf16[288,200]" in text
-    assert "bf16[720,200]" not in text
+    assert "bf16[432,200]" not in text
 
 
 @pytest.mark.parametrize(
-    ("slots", "experts", "rows"), [(1, 1, 16), (300, 3, 128), (1300, 60, 16), (1100, 300, 32)]
+    ("slots", "experts", "rows", "blocks"),
+    [(1, 1, 16, 128), (300, 3, 128, 128), (1300, 60, 16, 2), (1100, 300, 32, 128)],
 )
-def test_sorting(slots, experts, rows):
+def test_sorting(slots, experts, rows, blocks, monkeypatch):
     """Stable, and every tile of one expert; with blocks, and shares of tiles, that are not full."""
+    monkeypatch.setattr(sorting, "BLOCKS", blocks)
     rng = np.random.default_rng(slots)
     ids = rng.integers(-1, experts + 1, (slots, 1)).astype(np.int32)
     ids[: slots // 2] = np.minimum(ids[: slots // 2], experts // 2)
@@ -175,6 +183,27 @@ def test_sorting(slots, experts, rows):
     assert place == order.size
     most = np.bincount(ids[filled, 0], minlength=experts)
     assert np.count_nonzero(tiles.rows) == np.sum(-(-most // rows))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sums(shared):
+    """Slots that are not filled may hold anything."""
+    rng = np.random.default_rng(0)
+    y = rng.standard_normal((15, 2200)).astype(jnp.bfloat16)
+    ids, weights = rng.integers(-1, 4, (5, 3)), rng.random((5, 3), np.float32)
+    filled = (ids >= 0) & (ids < 3)
+    assert filled.any() and not filled.all()
+    y[~filled.ravel()] = np.nan
+    beside = rng.standard_normal((5, 2200), np.float32), rng.standard_normal((5, 1), np.float32)
+    numbers = np.asarray(y, np.float64).reshape(5, 3, 2200)
+    wanted = np.einsum("mad,ma->md", np.where(filled[..., None], numbers, 0), weights)
+    if shared:
+        wanted += beside[0] / (1 + np.exp(-np.asarray(beside[1], np.float64)))
+    call = functools.partial(combine.summed, experts=3, dtype=jnp.float32)
+    arrays = [jnp.asarray(a) for a in (y, ids.astype(np.int32), np.where(filled, weights, np.nan))]
+    with interpreted():
+        found = jax.jit(call)(*arrays, shared=jax.tree.map(jnp.asarray, beside) if shared else None)
+    assert norm_error(found, wanted) < 1e-6
 
 
 def abstract(tokens: int, sizes: Sizes):
