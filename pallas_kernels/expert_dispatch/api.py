@@ -55,7 +55,8 @@ def expert_dispatch(
         implementation: "triton", "reference", or None for the first that takes the call.
 
     Returns:
-        The weighted sum, accumulated in float32 and rounded once.
+        The weighted sum, accumulated in float32 and rounded once. With more than 64 tokens, the
+        kernels round what each slot adds to it to bfloat16.
 
     Raises:
         ExceptionGroup: no implementation takes the call; it says why.

@@ -2,7 +2,7 @@
 
 Slots differ in their expert, whose number is read here. A program makes some gates and the rows
 above that belong to them. Programs of the shared expert come first, since their matrices may have
-more bits. An empty slot's numbers are not written, and must not be read.
+more bits. An empty slot's numbers are not written, and must not count.
 """
 
 from __future__ import annotations

@@ -161,7 +161,10 @@ def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array,
 def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:
     """Rows times a matrix, in float32."""
     matrix = weight.dequantise(x.dtype) if isinstance(weight, QTensor) else weight.astype(x.dtype)
-    return jnp.einsum("mi,oi->mo", x, matrix, preferred_element_type=jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "mi,oi->mo", x, matrix, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def _some(

@@ -30,6 +30,20 @@ class SharedExpert:
     # JAX also builds trees with leaves that are no arrays.
     __no_type_check__ = True
 
+    def oddities(self) -> list[str]:
+        """What keeps it from being a part of the experts' kernels; better computed on its own."""
+        parts = {name: getattr(self, name) for name in ("gate_proj", "up_proj", "down_proj")}
+        reasons = [
+            f"shared {name} has an input_scale"
+            for name, weight in parts.items()
+            if isinstance(weight, QTensor) and weight.input_scale is not None
+        ]
+        if isinstance(self.gate, QTensor):
+            reasons.append("shared gate is in codes")
+        if _stored(self.gate_proj) != _stored(self.up_proj):
+            reasons.append("shared gate_proj and up_proj are not stored alike")
+        return reasons
+
     def contradictions(self, width: int) -> list[str]:
         """Where its arrays do not fit one another, or tokens of so many numbers."""
         hidden = self.gate_proj.shape[0]
@@ -47,3 +61,9 @@ class SharedExpert:
             if tuple(weight.shape) != shape:
                 reasons.append(f"shared {name} is {list(weight.shape)}; accepted is {list(shape)}")
         return reasons
+
+
+def _stored(weight: Float[Array, "O I"] | QTensor) -> tuple[object, ...]:
+    if isinstance(weight, QTensor):
+        return weight.bits, weight.group_size, weight.zero is None
+    return (weight.dtype,)

@@ -69,16 +69,18 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     if shared is not None:
         parts = ("gate_proj", "up_proj", "down_proj")
         named |= {f"shared {name}": getattr(shared, name) for name in parts}
-        dtypes["shared gate"] = shared.gate.dtype
-        if matrix_of(shared.gate_proj) != matrix_of(shared.up_proj):
-            reasons.append("shared gate_proj and up_proj are not stored alike")
+        reasons += shared.oddities()
+        if not isinstance(shared.gate, QTensor):
+            dtypes["shared gate"] = shared.gate.dtype
     for name, weight in named.items():
         if isinstance(weight, QTensor):
             dtypes[f"{name}.scale"] = weight.scale.dtype
             if weight.zero is not None:
                 dtypes[f"{name}.zero"] = weight.zero.dtype
-            if weight.input_scale is not None:
+            if weight.input_scale is not None and not name.startswith("shared"):
                 reasons.append(f"{name} has an input_scale")
+            if str(settings["inner_dtype"]) == "float32":
+                reasons.append(f"inner_dtype is float32, and sums of {name}'s codes are less exact")
         else:
             dtypes[name] = weight.dtype
         reasons += [

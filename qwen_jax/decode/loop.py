@@ -26,7 +26,7 @@ LOOP_OPTIONS = {
 }
 """For `jax.jit(..., compiler_options=LOOP_OPTIONS)` around a decode loop: on an NVIDIA GPU the loop
 is one CUDA graph, whose predicate the device reads itself; by default XLA asks the host each step.
-Other devices take no notice."""
+Elsewhere it changes nothing. JAX takes such options for the outermost jit alone."""
 
 
 def decode_loop(

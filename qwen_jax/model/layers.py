@@ -105,7 +105,7 @@ def project_together(
     weights = tuple(linear.weight[...] for linear in joined)
     if not any(isinstance(weight, QTensor) for weight in weights):
         joined = []
-    if norm is not None and len(joined) < len(linears):
+    if norm is not None and (len(joined) < len(linears) or type(norm) is not RMSNorm):
         x, norm = norm(x), None
     if not joined:
         return tuple(linear(x) for linear in linears)
@@ -123,7 +123,7 @@ def project_together(
 
 
 def _shares_rows(linear: Any) -> TypeGuard[Linear]:
-    if not isinstance(linear, Linear):
+    if type(linear) is not Linear:
         return False
     weight = linear.weight[...]
     return not isinstance(weight, QTensor) or weight.input_scale is None

@@ -82,7 +82,8 @@ class SparseMoE(nnx.Module):
             return self.experts(x, routing, shared, residual), routing
         y = self.experts(x, routing)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            own, strength = self.shared_expert.beside(x, self.shared_expert_gate)
+            parts, gate = self.shared_expert, self.shared_expert_gate
+            own, strength = parts.beside(x, gate) if type(parts) is MLP else (parts(x), gate(x))
             strength = jax.nn.sigmoid(strength.astype(jnp.float32))
             y = y + jnp.broadcast_to(strength, own.shape) * own.astype(jnp.float32)
         return residual + y, routing
@@ -90,14 +91,15 @@ class SparseMoE(nnx.Module):
     def _as_one_operation(self) -> SharedExpert | None:
         """The shared expert's weights, to be one more slot of the others.
 
-        None where there is none, or something stands in a module's place: it must see what the
-        module would.
+        None where there is none, where its weights are stored in a way that is not for one launch,
+        or where something stands in a module's place: it must see what the module would.
         """
         parts, gate = self.shared_expert, self.shared_expert_gate
-        if parts is None or gate is None:
+        if type(parts) is not MLP or type(self.experts) is not Experts:
             return None
         linears = [gate, *(getattr(parts, f"{name}_proj") for name in ("gate", "up", "down"))]
-        if type(self.experts) is not Experts or any(type(each) is not Linear for each in linears):
+        if any(type(each) is not Linear for each in linears):
             return None
-        weight, gate_proj, up_proj, down_proj = (linear.weight[...] for linear in linears)
-        return SharedExpert(gate_proj, up_proj, down_proj, weight)
+        weight, *projections = (linear.weight[...] for linear in linears)
+        shared = SharedExpert(*projections, weight)
+        return None if shared.oddities() else shared
