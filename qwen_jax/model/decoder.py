@@ -152,16 +152,15 @@ class CausalLM(nnx.Module):
         positions = jnp.where(offset < lengths[:, None], start[:, None] + offset, -1)
         chunk = Chunk(start, lengths, positions, rotary(self.config, positions), block_table)
         x = self.embed_tokens(jnp.where(chunk.valid, tokens, 0))
-        hidden, updated, routing = [x], [], {}
+        inputs, updated, routing = [], [], {}
         for i, layer in enumerate(self.layers):
+            inputs.append(x)
             x, cache, choice = layer(x, None if caches is None else caches[i], chunk)
-            hidden.append(x)
             updated.append(cache)
             if choice is not None:
                 routing[i] = choice
-        hidden[-1] = self.norm(x)
         updated = None if caches is None else tuple(updated)
-        return ForwardOutput(tuple(hidden), x, updated, routing)
+        return ForwardOutput(tuple(inputs), x, self.norm, updated, routing)
 
     def next_logits(self, residual: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Final norm and head, on the residual stream behind the last layer; float32.
@@ -191,16 +190,23 @@ class ForwardOutput:
     """Result of `CausalLM.forward`; unused parts cost nothing under jit.
 
     Attributes:
-        hidden_states: see `ModelOutput`.
-        residual: float32 [B, T, D], in front of the final norm.
+        layer_inputs: float32 [B, T, D], what each layer read.
+        residual: float32 [B, T, D], what the last layer gave, in front of the final norm.
+        norm: the final norm.
         caches: of each layer, with the new tokens; None without caches.
         routing: see `ModelOutput`.
     """
 
-    hidden_states: tuple[Array, ...]
+    layer_inputs: tuple[Array, ...]
     residual: Array
+    norm: RMSNorm
     caches: tuple[LayerCache, ...] | None
     routing: dict[int, Routing]
+
+    @property
+    def hidden_states(self) -> tuple[Array, ...]:
+        """See `ModelOutput`; the final norm runs at each look."""
+        return (*self.layer_inputs, self.norm(self.residual))
 
     def captured(self, capture: Capture) -> dict[int, Routing]:
         """The routing, as much of it as asked for."""
@@ -255,8 +261,9 @@ def _forward(
     model: CausalLM, tokens: Array, lengths: Array, capture: Capture, output_hidden_states: bool
 ) -> ModelOutput:
     output = model.forward(tokens, None, jnp.zeros_like(lengths), lengths)
+    states = output.hidden_states
     return ModelOutput(
-        model.logits(output.hidden_states[-1]),
+        model.logits(states[-1]),
         output.captured(capture),
-        output.hidden_states if output_hidden_states else None,
+        states if output_hidden_states else None,
     )
