@@ -7,7 +7,7 @@ import dataclasses
 FEW_ROWS = 4
 # Up to so many a norm in front is part of the kernel of few rows. Each program computes it again: a
 # thirteenth more instructions for one row, a sixth for four, which are more than a launch.
-NORM_ROWS = 1
+NORM_ROWS = 0
 SOME_ROWS = 64
 # From so many on, making a matrix in bfloat16 is the smaller part of its product.
 UNPACKED_ROWS = 256
