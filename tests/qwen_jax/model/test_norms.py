@@ -44,10 +44,10 @@ def test_the_sum_is_what_is_normalised():
 
 def test_a_decode_step_on_a_gpu_takes_one_launch_a_norm():
     config = QwenConfig.preset("qwen3.6-35b-a3b")
-    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
+    config = dataclasses.replace(config, num_hidden_layers=1, layer_types=config.layer_types[:1])
     cache = jax.eval_shape(lambda: init_cache(config, 1, 128))
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
     module = lower_for_cuda(decode_step, CausalLM(config), cache, tokens)
     kernels = [line for line in module.splitlines() if "xla.gpu.triton" in line]
-    # Two of each layer, and the final one.
-    assert len([line for line in kernels if "rms_norm" in line]) == 2 * 2 + 1
+    # In front of the mixer, in front of the experts, and the final one.
+    assert len([line for line in kernels if "rms_norm" in line]) == 3
