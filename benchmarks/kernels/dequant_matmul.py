@@ -5,11 +5,11 @@
 Each case of `specs.SPECS` is compared with float64 products of the exact numbers that the codes
 stand for, and must give the same bits when run again. Then it is timed beside XLA's product with
 the same matrices in bfloat16; from 65 rows on beside XLA's product with a matrix that is made of
-the codes in the same call; with several matrices beside a call for each; with a norm beside the
-same call after a launch for the norm ("before"). Matrices are rotated over more than 200 MB. "of
-copy" is the share of the bandwidth of a 4 GiB copy that the bytes of the call make. With `--sweep`,
-other ways to cut the work are timed too, of fewer cases. Without `--output`, the JSON goes into the
-folder that $OUT names, if it names one. Exits with 1 if a case is wrong.
+the codes in the same call; and with several matrices beside a call for each. Matrices are rotated
+over more than 200 MB. "of copy" is the share of the bandwidth of a 4 GiB copy that the bytes of the
+call make. With `--sweep`, other ways to cut the work are timed too, of fewer cases. Without
+`--output`, the JSON goes into the folder that $OUT names, if it names one. Exits with 1 if a case
+is wrong.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ from pallas_kernels.dequant_matmul.config import (
     Unpacked,
     heuristic,
 )
-from pallas_kernels.dequant_matmul.norm import Norm
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import SPECS, Spec
-from pallas_kernels.rms_norm import rms_norm
 
 SECONDS = 110
 ROTATED_BYTES = 220e6
@@ -52,9 +50,7 @@ THREADS = 8
 CHECKED_OUTPUTS = 4096
 FEW = [
     *(FewRows(outputs, 128, 4) for outputs in (4, 8)),
-    *(FewRows(outputs, 64, 2) for outputs in (4, 16)),
-    *(FewRows(outputs, 64, 2, outputs) for outputs in (4, 8)),
-    FewRows(4, 128, 4, 4),
+    *(FewRows(outputs, 64, 2) for outputs in (4, 8, 16)),
     FewRows(8, 64, 4),
     FewRows(8, 32, 1),
     FewRows(8, 16, 1),
@@ -99,18 +95,15 @@ Weights = tuple[QTensor | jax.Array, ...]
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def arguments(spec: Spec, seed: int = 0) -> tuple[jax.Array, Weights, Norm | None]:
-    """Random x and matrices, and a norm."""
-    x, weights, norm = spec.arguments()
-    keys = jax.random.split(jax.random.key(seed), 2 + len(weights))
-    if norm is not None:
-        weight = jax.random.normal(keys[-1], norm.weight.shape, norm.weight.dtype)
-        norm = dataclasses.replace(norm, weight=weight)
+def arguments(spec: Spec, seed: int = 0) -> tuple[jax.Array, Weights]:
+    """Random x and matrices."""
+    x, weights = spec.arguments()
+    keys = jax.random.split(jax.random.key(seed), 1 + len(weights))
     drawn = [
         _drawn(weight, matrix.bits, key)
-        for weight, matrix, key in zip(weights, spec.matrices, keys[1:-1], strict=True)
+        for weight, matrix, key in zip(weights, spec.matrices, keys[1:], strict=True)
     ]
-    return jax.random.normal(keys[0], x.shape, x.dtype), tuple(drawn), norm
+    return jax.random.normal(keys[0], x.shape, x.dtype), tuple(drawn)
 
 
 def _drawn(like: Any, bits: int, key: jax.Array) -> QTensor | jax.Array:
@@ -132,13 +125,7 @@ def plain_matrix(outputs: int, inputs: int, seed: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def error(
-    spec: Spec,
-    x: jax.Array,
-    weight: QTensor | jax.Array,
-    norm: Norm | None,
-    result: jax.Array,
-) -> jax.Array:
+def error(spec: Spec, x: jax.Array, weight: QTensor | jax.Array, result: jax.Array) -> jax.Array:
     """Norm of the difference from float64 over the norm of the product, over some of the outputs.
 
     Scales with signed codes are exact in float64, so the numbers are made of the parts here.
@@ -147,11 +134,7 @@ def error(
     coded = isinstance(weight, QTensor)
     numbers = _numbers(weight, step) if coded else weight[::step].astype(jnp.float64)
     rows = jnp.arange(0, spec.rows, max(1, spec.rows // 64))
-    wide = x[rows].astype(jnp.float64)
-    if norm is not None:
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + norm.eps)
-        wide *= (float(norm.zero_centred) + norm.weight.astype(jnp.float64))[None]
-    expected = wide @ numbers.T
+    expected = x[rows].astype(jnp.float64) @ numbers.T
     difference = result[rows, ::step].astype(jnp.float64) - expected
     return jnp.linalg.norm(difference) / jnp.linalg.norm(expected)
 
@@ -171,13 +154,11 @@ def _numbers(weight: QTensor, step: int) -> jax.Array:
 def check(spec: Spec) -> dict[str, Any]:
     """The error with a float32 result, and whether it and the repeated bits are as they must be."""
     spec = dataclasses.replace(spec, result="float32")
-    x, weights, norm = arguments(spec)
+    x, weights = arguments(spec)
     run = functools.partial(api.OPERATION, implementation="triton", **spec.settings())
-    ys, again = run(x, weights, norm), run(x, weights, norm)
+    ys, again = run(x, weights), run(x, weights)
     with jax.enable_x64(True):
-        found = max(
-            float(error(spec, x, weight, norm, y)) for weight, y in zip(weights, ys, strict=True)
-        )
+        found = max(float(error(spec, x, weight, y)) for weight, y in zip(weights, ys, strict=True))
     row: dict[str, Any] = {"error": found, "bar": 1e-3 if spec.rows <= 64 else 3e-3}
     row["repeats"] = all(bool(jnp.array_equal(y, z)) for y, z in zip(ys, again, strict=True))
     row["right"] = found <= row["bar"] and row["repeats"]
@@ -199,31 +180,20 @@ def turns(nbytes: int) -> int:
 def coded(spec: Spec) -> tuple[jax.Array, list[Weights]]:
     """X, and matrices in codes."""
     drawn = [arguments(spec, seed) for seed in range(turns(spec.weight_bytes))]
-    return drawn[0][0], [weights for _, weights, _ in drawn]
+    return drawn[0][0], [weights for _, weights in drawn]
 
 
 def timed(spec: Spec, copy: float) -> dict[str, Any]:
     """Times of the kernel and of XLA, and the bytes."""
     x, weights = coded(spec)
     settings = spec.settings()
-    operation = functools.partial(api.OPERATION, implementation="triton", **settings)
-    norm = arguments(spec)[2]
-
-    def run(x: jax.Array, weights: Weights) -> Any:
-        return operation(x, weights, norm)
-
-    def normal(x: jax.Array) -> jax.Array:
-        return x if norm is None else rms_norm(x, norm.weight, **norm.settings())
-
-    def before(x: jax.Array, weights: Weights) -> Any:
-        return operation(normal(x), weights)
+    run = functools.partial(api.OPERATION, implementation="triton", **settings)
 
     def apart(x: jax.Array, weights: Weights) -> list[jax.Array]:
-        rows = normal(x)
-        return [operation(rows, (weight,))[0] for weight in weights]
+        return [run(x, (weight,))[0] for weight in weights]
 
     def plain(x: jax.Array, weights: Weights) -> list[jax.Array]:
-        x, dtype = normal(x), settings["dtype"]
+        dtype = settings["dtype"]
         return [jnp.einsum("mi,oi->mo", x, w, preferred_element_type=dtype) for w in weights]
 
     def made(x: jax.Array, weights: Weights) -> list[jax.Array]:
@@ -235,8 +205,6 @@ def timed(spec: Spec, copy: float) -> dict[str, Any]:
         for seed in range(turns(2 * spec.outputs * spec.inputs))
     ]
     chains = {"seconds": chain(run, x, weights), "xla_seconds": chain(plain, x, wide)}
-    if norm is not None:
-        chains["before_seconds"] = chain(before, x, weights)
     if len(sizes) > 1:
         chains["apart_seconds"] = chain(apart, x, weights)
     if spec.rows > 64:
@@ -294,12 +262,12 @@ def main() -> int:
 
 
 def _print_table(figures: dict[str, dict[str, Any]]) -> None:
-    names = ("error", "bar", "us", "of copy", "XLA us", "made us", "apart us", "before us")
-    print(f"\n{'case':40} " + " ".join(f"{name:>9}" for name in names))
+    names = ("error", "bar", "us", "of copy", "XLA us", "made us", "apart us")
+    print(f"\n{'case':40} " + " ".join(f"{name:>8}" for name in names))
     for name, row in figures.items():
         cells = [f"{name:40} {row['error']:8.1e} {row['bar']:8.1e} {row['seconds'] * 1e6:8.2f}"]
         cells.append(f"{row['of_copy']:8.1%} {row['xla_seconds'] * 1e6:8.2f}")
-        for beside in ("made_seconds", "apart_seconds", "before_seconds"):
+        for beside in ("made_seconds", "apart_seconds"):
             cells.append(f"{row[beside] * 1e6:8.2f}" if beside in row else " " * 8)
         print(" ".join(cells) + ("" if row["right"] else "  WRONG"))
         for other in row.get("sweep", []):

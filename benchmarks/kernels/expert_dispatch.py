@@ -48,17 +48,13 @@ BAR, WHOLE_BAR = 1e-3, 3e-3
 SWEPT = ("1 token", "8 tokens", "32 tokens", "1 token, bf16")
 GATE_UP = [
     *(Cut(outputs, 64, 2) for outputs in (2, 4, 8)),
-    *(Cut(outputs, 64, 2, outputs) for outputs in (4, 8)),
-    *(Cut(outputs, 64, 2, outputs // 2) for outputs in (4, 8)),
-    Cut(4, 32, 1, 4),
-    Cut(8, 64, 4, 4),
+    Cut(4, 32, 1),
+    Cut(8, 64, 4),
 ]
 DOWN = [
-    *(Cut(outputs, 128, 4) for outputs in (2, 4, 8)),
-    *(Cut(outputs, 128, 4, outputs) for outputs in (4, 8, 16)),
-    Cut(8, 128, 4, 4),
-    Cut(8, 64, 2, 8),
-    Cut(8, 128, 8, 4),
+    *(Cut(outputs, 128, 4) for outputs in (2, 4, 8, 16)),
+    Cut(8, 64, 2),
+    Cut(8, 128, 8),
 ]
 Arrays = tuple[Any, ...]
 

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from ..dispatch import REFERENCE, Implementation, Operation
 from . import reference, triton
-from .norm import Norm
 from .qtensor import QTensor
 
 OPERATION = Operation(
@@ -23,7 +22,6 @@ OPERATION = Operation(
 def dequant_matmul(
     x: Float[Array, "... I"],
     weights: tuple[Float[Array, "_O I"] | QTensor, ...],
-    norm: Norm | None = None,
     *,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
@@ -37,8 +35,7 @@ def dequant_matmul(
         x: rows.
         weights: matrices in codes (without an `input_scale`, which is a factor of x). One that is
             an array is multiplied as it is: put it beside others, where it costs no launch.
-        norm: of x, in front of the products. For one row it is part of their launch.
-        dtype: of the results; if None x's, or that of the norm's weight.
+        dtype: of the results; x's if None.
         implementation: "triton", "reference", or None for the first that takes the call.
 
     Returns:
@@ -47,7 +44,4 @@ def dequant_matmul(
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
     """
-    default = x.dtype if norm is None else norm.weight.dtype
-    return OPERATION(
-        x, weights, norm, dtype=jnp.dtype(dtype or default), implementation=implementation
-    )
+    return OPERATION(x, weights, dtype=jnp.dtype(dtype or x.dtype), implementation=implementation)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 FEW_ROWS = 4
-# Up to so many a norm in front is part of the kernel of few rows. Each program computes it again: a
-# thirteenth more instructions for one row, a sixth for four, which are more than a launch.
-NORM_ROWS = 0
 SOME_ROWS = 64
 # From so many on, making a matrix in bfloat16 is the smaller part of its product.
 UNPACKED_ROWS = 256
@@ -25,23 +22,16 @@ class FewRows:
         outputs: outputs a program, a power of two, at least `outputs_at_once`.
         units: units of each that are read at once, one a thread: a power of two.
         num_warps: warps a program.
-        turns: of a loop over the outputs, a power of two, see `turns`.
     """
 
     outputs: int = 4
     units: int = 64
     num_warps: int = 2
-    turns: int = 1
 
     @property
     def outputs_at_once(self) -> int:
         """Outputs whose units are read at once, by a thread each."""
         return 32 * self.num_warps // self.units
-
-    @property
-    def outputs_a_turn(self) -> int:
-        """Outputs of a turn, one behind the other for a thread."""
-        return self.outputs // (self.outputs_at_once * self.turns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +126,7 @@ def without_codes(config: Config, rows: int) -> Config:
     Its bytes are several times those of codes, so that a program of few rows takes fewer outputs.
     """
     if isinstance(config, FewRows):
-        return dataclasses.replace(config, outputs=max(1, FEW_ROWS // rows), turns=1)
+        return dataclasses.replace(config, outputs=max(1, FEW_ROWS // rows))
     return config
 
 

@@ -8,7 +8,7 @@ thread's values until their sums are added.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,8 @@ from ..lanes import parts
 from . import uncoded
 from .config import FewRows
 from .layout import CENTRES, UNIT
-from .norm import Norm
 from .operands import Shape, iota, load, words
 from .pieces import Piece, Share, chosen, launch
-from .turns import products_in_turns
 from .unit import multiplied, offsets
 
 # So many inputs a thread reads at once: 16 bytes.
@@ -34,21 +32,18 @@ UNROLLED = 2
 
 
 def products(
-    x: Float[Array, "M I"],
-    norm: Norm | None,
-    pieces: Sequence[Piece],
-    configs: Sequence[FewRows],
+    x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[FewRows]
 ) -> tuple[Float[Array, "M _O"], ...]:
     """See `api.dequant_matmul`; warps are the same in all configurations."""
 
-    def body(shares: Sequence[Share], index: int, _: Any, shared: Any) -> None:
+    def body(shares: Sequence[Share], index: int, _: Any, x_ref: Any) -> None:
         product = _product if pieces[index].coded else uncoded.few_rows
-        product(shares, configs[index], norm, shared)
+        product(shares, configs[index], x_ref)
 
     shapes = [piece.shape for piece in pieces]
     return launch(
         body,
-        (x,) if norm is None else (x, norm.weight[None]),
+        x,
         pieces,
         [config.outputs for config in configs],
         [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],
@@ -62,67 +57,46 @@ def products(
     )
 
 
-def _product(
-    shares: Sequence[Share], config: FewRows, norm: Norm | None, shared: Sequence[Any]
-) -> None:
+def _product(shares: Sequence[Share], config: FewRows, x_ref: Any) -> None:
     """Outputs of one program.
 
     Args:
         shares: pieces of the same format; their arrays are codes, scales and perhaps zero points.
         config: see there.
-        norm: of the rows.
-        shared: rows, and the norm's weight as another row.
+        x_ref: rows.
     """
     shape = shares[0].shape
     tile = config.outputs_at_once, config.units
-    count = config.outputs // tile[0]
     steps = pl.cdiv(shape.units, config.units)
     has_zero = len(shares[0].refs) > 2
 
-    def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
-        sums, squares = carry
+    def add(step: Any, sums: list[Array]) -> list[Array]:
+        # Codes first: they come from afar.
+        read = chosen(shares, functools.partial(_read, config, step))
+        rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
+        made = _products(shape.bits, has_zero, rows, read)
+        return [added + product for added, product in zip(sums, made, strict=True)]
 
-        def read(turn: Any) -> list[Any]:
-            return chosen(shares, functools.partial(_read, config, step, turn))
-
-        def prepared() -> Callable[[Any], list[Array]]:
-            nonlocal squares
-            rows = [_inputs(shape, shared[0], row, tile, step) for row in range(shape.rows)]
-            if norm is not None:
-                squares = [_squares(*both) for both in zip(rows, squares, strict=True)]
-                weight = _inputs(shape, shared[1], 0, tile, step)
-                rows = [list(map(norm.weighted, values, weight)) for values in rows]
-            return _products(shape.bits, has_zero, rows)
-
-        each, program = config.outputs_a_turn * shape.rows, shares[0].first
-        made = products_in_turns(config.turns, each, read, prepared, tile, program)
-        return [added + product for added, product in zip(sums, made, strict=True)], squares
-
-    zeros = jnp.zeros(tile, jnp.float32)
-    carry = [zeros] * (count * shape.rows), [] if norm is None else [zeros] * shape.rows
+    sums = [jnp.zeros(tile, jnp.float32)] * (config.outputs // tile[0] * shape.rows)
     if steps <= UNROLLED:
         for step in range(steps):
-            carry = add(step, carry)
+            sums = add(step, sums)
     else:
-        carry = jax.lax.fori_loop(0, steps, add, carry)
+        sums = jax.lax.fori_loop(0, steps, add, sums)
     for row in range(shape.rows):
-        sums = carry[0][row :: shape.rows]
-        if norm is not None:
-            factor = jnp.broadcast_to(norm.factor(carry[1][row]), tile)
-            sums = [added * factor for added in sums]
-        chosen(shares, lambda s, row=row, sums=sums: _store(s.shape, s.out_ref, row, s.first, sums))
+        own = sums[row :: shape.rows]
+        chosen(shares, lambda s, row=row, own=own: _store(s.shape, s.out_ref, row, s.first, own))
 
 
-def _read(config: FewRows, step: Any, turn: Any, share: Share) -> list[tuple[Any, ...]]:
-    """Words, scales and perhaps zero points of a tile of units of each output of a turn."""
+def _read(config: FewRows, step: Any, share: Share) -> list[tuple[Any, ...]]:
+    """Words, scales and perhaps zero points of a tile of units of each output."""
     shape, (codes_ref, *numbers) = share.shape, share.refs
     tile = config.outputs_at_once, config.units
     unit = step * tile[1] + iota(tile, 1)
     group = unit // shape.group_units
     found = []
-    for place in range(config.outputs_a_turn):
-        index = turn * config.outputs_a_turn + place
-        output = share.first + index * tile[0] + iota(tile, 0)
+    for start in range(0, config.outputs, tile[0]):
+        output = share.first + start + iota(tile, 0)
         mask = shape.mask((config.outputs, tile[1]), output, unit)
         read = [load(ref, output, group, mask=mask) for ref in numbers]
         found.append((words(shape, codes_ref, output, unit, mask), *read))
@@ -130,31 +104,28 @@ def _read(config: FewRows, step: Any, turn: Any, share: Share) -> list[tuple[Any
 
 
 def _products(
-    bits: int, has_zero: bool, rows: list[list[Array]]
-) -> Callable[[Any], list[Float[Array, "o u"]]]:
-    """What makes products of units that were read, of each with all rows.
+    bits: int, has_zero: bool, rows: list[list[Array]], read: list[tuple[Any, ...]]
+) -> list[Float[Array, "o u"]]:
+    """Products of units that were read, of each with all rows.
 
     Args:
         bits: of a code.
         has_zero: whether groups have zero points.
         rows: inputs of units, by value of a unit.
+        read: by `_read`.
     """
     centre = 0.0 if has_zero else CENTRES[bits]
     starts = [start_of(values, bits, centre) for values in rows]
     totals = [total(values) for values in rows] if has_zero else []
-
-    def products(read: Any) -> list[Array]:
-        found = []
-        for codes, *numbers in read:
-            scales, *zeros = (number.astype(jnp.float32) for number in numbers)
-            for row, values in enumerate(rows):
-                product = multiplied(codes, values, starts[row])
-                if zeros:
-                    product = product - zeros[0] * totals[row]
-                found.append(product * scales)
-        return found
-
-    return products
+    found = []
+    for codes, *numbers in read:
+        scales, *zeros = (number.astype(jnp.float32) for number in numbers)
+        for row, values in enumerate(rows):
+            product = multiplied(codes, values, starts[row])
+            if zeros:
+                product = product - zeros[0] * totals[row]
+            found.append(product * scales)
+    return found
 
 
 def _inputs(
@@ -197,12 +168,6 @@ def total(values: list[Array]) -> Array:
     added = values[0]
     for value in values[1:]:
         added = added + value
-    return added
-
-
-def _squares(values: list[Array], added: Array) -> Array:
-    for value in values:
-        added = multiply_add(value, value, added)
     return added
 
 

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._compat import Target
-from ..rms_norm import reference as rms_norm
 from .layout import dequantise
-from .norm import Norm
 from .qtensor import QTensor
 
 # The head of a large vocabulary would be gigabytes.
@@ -21,21 +19,16 @@ _VALUES_AT_ONCE = 1 << 26
 def dequant_matmul(
     x: Float[Array, "... I"],
     weights: tuple[Float[Array, "_O I"] | QTensor, ...],
-    norm: Norm | None = None,
     *,
     dtype: Any,
 ) -> tuple[Float[Array, "... _O"], ...]:
     """See `api.dequant_matmul`."""
-    if norm is not None:
-        x = rms_norm.rms_norm(x, norm.weight, None, None, **norm.settings()).normal
     return tuple(_product(x.astype(jnp.float32), weight, dtype) for weight in weights)
 
 
-def refusals(target: Target, x: Any, weights: Any, norm: Any = None, *, dtype: Any) -> list[str]:
+def refusals(target: Target, x: Any, weights: Any, *, dtype: Any) -> list[str]:
     """What gives a call no meaning; see `dispatch.Implementation`."""
     reasons = []
-    if norm is not None and norm.weight.shape != x.shape[-1:]:
-        reasons.append(f"the weight of norm is {list(norm.weight.shape)}, not [{x.shape[-1]}]")
     for index, weight in enumerate(weights):
         if not isinstance(weight, QTensor):
             continue

@@ -39,7 +39,7 @@ def products(
     shapes = [piece.shape for piece in pieces]
     dtypes = [shape.dtype if splits == 1 else jnp.float32 for shape in shapes]
 
-    def body(shares: Sequence[Share], index: int, ids: Any, shared: Any) -> None:
+    def body(shares: Sequence[Share], index: int, ids: Any, x_ref: Any) -> None:
         [share] = shares
         shape, first, config, (row_tile, split) = share.shape, share.first, configs[index], ids
         first_row = row_tile * rows
@@ -47,7 +47,7 @@ def products(
         count = pl.cdiv(steps, splits)
         part = split * count, jnp.minimum(count, steps - split * count)
         add = _product if pieces[index].coded else uncoded.some_rows
-        total = add(shape, config, first, first_row, part, *shared, *share.refs)
+        total = add(shape, config, first, first_row, part, x_ref, *share.refs)
         tile = config.outputs, rows
         output, row = first + iota(tile, 0), first_row + iota(tile, 1)
         plt.store(
@@ -58,7 +58,7 @@ def products(
 
     parts = launch(
         body,
-        (x,),
+        x,
         pieces,
         [config.outputs for config in configs],
         [

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from .layout import group_count, unit_count
-from .norm import Norm
 from .qtensor import QTensor
 
 NUMBERS = ("bfloat16", "float32")
@@ -61,14 +60,12 @@ class Spec:
         inputs: I.
         matrices: that share them.
         result: dtype of the results.
-        norm: None, or whether the norm in front is zero-centred; then x is float32.
     """
 
     rows: int
     inputs: int
     matrices: tuple[Matrix, ...]
     result: str = "bfloat16"
-    norm: bool | None = None
 
     @property
     def outputs(self) -> int:
@@ -84,18 +81,13 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Bytes that the call must read and write."""
-        x = self.arguments()[0].dtype.itemsize * self.inputs
-        rows = x + jnp.dtype(self.result).itemsize * self.outputs
+        rows = 2 * self.inputs + jnp.dtype(self.result).itemsize * self.outputs
         return self.weight_bytes + self.rows * rows
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Shapes and dtypes of x, the matrices and the norm."""
-        struct: Any = jax.ShapeDtypeStruct
-        x = struct((self.rows, self.inputs), jnp.bfloat16 if self.norm is None else jnp.float32)
-        norm = None
-        if self.norm is not None:
-            norm = Norm(struct((self.inputs,), jnp.bfloat16), 1e-6, self.norm)
-        return x, tuple(matrix.array(self.inputs) for matrix in self.matrices), norm
+    def arguments(self) -> tuple[jax.ShapeDtypeStruct, tuple[Any, ...]]:
+        """Shapes and dtypes of x and the matrices."""
+        x = jax.ShapeDtypeStruct((self.rows, self.inputs), jnp.bfloat16)
+        return x, tuple(matrix.array(self.inputs) for matrix in self.matrices)
 
     def settings(self) -> dict[str, Any]:
         """Settings of the call."""
@@ -141,11 +133,6 @@ SPECS = {
             "shared expert": SHARED_INPUTS,
         }.items()
         for rows in (1, 4, 16)
-    },
-    **{
-        f"{rows} row{'s' if rows > 1 else ''}, norm, {name}": Spec(rows, 2048, matrices, norm=True)
-        for name, matrices in {"delta net": DELTA_INPUTS, "attention": ATTENTION_INPUTS}.items()
-        for rows in (1, 4)
     },
     "1 row, 3 and 4 bits, zero": Spec(1, 2048, (Matrix(4096), Matrix(4096, 4, 32, True))),
 }

@@ -9,33 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._compat import Target, current_target, triton_refusals
-from ..rms_norm import triton as rms_norm
 from . import few_rows, many_rows, reference, some_rows, unpacked
-from .config import (
-    NORM_ROWS,
-    Config,
-    FewRows,
-    ManyRows,
-    SomeRows,
-    Unpacked,
-    heuristic,
-    without_codes,
-)
-from .norm import Norm
+from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic, without_codes
 from .pieces import Piece
 from .qtensor import QTensor
 from .specs import NUMBERS, RESULTS
 
 
-def refusals(target: Target, x: Any, weights: Any, norm: Any = None, *, dtype: Any) -> list[str]:
+def refusals(target: Target, x: Any, weights: Any, *, dtype: Any) -> list[str]:
     """Why the kernels do not take a call; see `dispatch.Implementation`."""
-    reasons = triton_refusals(target) + reference.refusals(target, x, weights, norm, dtype=dtype)
-    if norm is None and str(x.dtype) != "bfloat16":
+    reasons = triton_refusals(target) + reference.refusals(target, x, weights, dtype=dtype)
+    if str(x.dtype) != "bfloat16":
         reasons.append(f"x is {x.dtype}, not bfloat16")
-    if norm is not None:
-        if str(norm.weight.dtype) != "bfloat16":
-            reasons.append(f"the weight of norm is {norm.weight.dtype}, not bfloat16")
-        reasons += rms_norm.refusals(target, x, norm.weight, None, None, **norm.settings())
     if str(dtype) not in RESULTS:
         reasons.append(f"the result is {dtype}, not {' or '.join(RESULTS)}")
     rows, sizes = x.size // x.shape[-1], {"x": x.size}
@@ -57,7 +42,6 @@ def refusals(target: Target, x: Any, weights: Any, norm: Any = None, *, dtype: A
 def dequant_matmul(
     x: Float[Array, "... I"],
     weights: tuple[Float[Array, "_O I"] | QTensor, ...],
-    norm: Norm | None = None,
     *,
     dtype: Any,
     config: Config | None = None,
@@ -74,14 +58,10 @@ def dequant_matmul(
         cut if piece.coded else without_codes(cut, rows)
         for piece, cut in zip(pieces, configs, strict=True)
     ]
-    if norm is not None and (rows > NORM_ROWS or not isinstance(configs[0], FewRows)):
-        x, norm = rms_norm.rms_norm(x, norm.weight, None, None, **norm.settings()).normal, None
     flat, results = x.reshape(rows, inputs), {}
     for together in _launches(configs):
         chosen = [(pieces[index], configs[index]) for index in together]
-        results |= dict(
-            zip(together, _products(flat, norm, *zip(*chosen, strict=True)), strict=True)
-        )
+        results |= dict(zip(together, _products(flat, *zip(*chosen, strict=True)), strict=True))
     return tuple(
         results[index].reshape(*x.shape[:-1], piece.shape.outputs)
         for index, piece in enumerate(pieces)
@@ -115,11 +95,11 @@ def _launches(configs: Sequence[Config]) -> list[list[int]]:
 
 
 def _products(
-    x: Float[Array, "M I"], norm: Norm | None, pieces: Sequence[Piece], configs: Sequence[Any]
+    x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[Any]
 ) -> Sequence[Float[Array, "M _O"]]:
     """Products of one launch."""
     if isinstance(configs[0], FewRows):
-        return few_rows.products(x, norm, pieces, configs)
+        return few_rows.products(x, pieces, configs)
     if isinstance(configs[0], SomeRows):
         return some_rows.products(x, pieces, configs)
     [piece], [config] = pieces, configs

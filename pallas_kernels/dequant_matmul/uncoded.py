@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float
 
 from .._compat import dot, multiply_add
 from .config import BLOCK_UNITS, FewRows, SomeRows
-from .norm import Norm
 from .operands import Shape, inputs_of, iota, load, x_tile
 from .pieces import Share, chosen
 
@@ -28,22 +27,18 @@ UNROLLED = 4
 BLOCK = inputs_of(BLOCK_UNITS)
 
 
-def few_rows(
-    shares: Sequence[Share], config: FewRows, norm: Norm | None, shared: Sequence[Any]
-) -> None:
+def few_rows(shares: Sequence[Share], config: FewRows, x_ref: Any) -> None:
     """Outputs of one program, each a sum over all inputs, on CUDA cores.
 
     Args:
         shares: pieces of the same dtype; their arrays are matrices.
         config: its outputs and warps.
-        norm: of the rows.
-        shared: rows, and the norm's weight as another row.
+        x_ref: rows.
     """
     shape = shares[0].shape
     tile = config.outputs, PIECE * 32 * config.num_warps
 
-    def add(step: Any, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
-        sums, squares = carry
+    def add(step: Any, sums: list[Array]) -> list[Array]:
         column, alone = (step * tile[1] + iota(size, 1) for size in (tile, (1, tile[1])))
         matrix = chosen(
             shares,
@@ -51,29 +46,22 @@ def few_rows(
         ).astype(jnp.float32)
         mask = alone < shape.inputs if shape.inputs % tile[1] else None
 
-        def read(ref: Any, row: int) -> Float[Array, "1 i"]:
+        found = []
+        for row, total in enumerate(sums):
             rows = jnp.full(alone.shape, row, jnp.int32)
-            return load(ref, rows, alone, mask=mask).astype(jnp.float32)
+            x = load(x_ref, rows, alone, mask=mask).astype(jnp.float32)
+            found.append(multiply_add(matrix, x, total))
+        return found
 
-        xs = [read(shared[0], row) for row in range(shape.rows)]
-        if norm is not None:
-            squares = [multiply_add(x, x, total) for x, total in zip(xs, squares, strict=True)]
-            weight = read(shared[1], 0)
-            xs = [norm.weighted(x, weight) for x in xs]
-        return [multiply_add(matrix, x, total) for x, total in zip(xs, sums, strict=True)], squares
-
-    squares = [] if norm is None else [jnp.zeros((1, tile[1]), jnp.float32)] * shape.rows
-    carry = [jnp.zeros(tile, jnp.float32)] * shape.rows, squares
+    sums = [jnp.zeros(tile, jnp.float32)] * shape.rows
     steps = pl.cdiv(shape.inputs, tile[1])
     if steps <= UNROLLED:
         for step in range(steps):
-            carry = add(step, carry)
+            sums = add(step, sums)
     else:
-        carry = jax.lax.fori_loop(0, steps, add, carry)
-    for row, total in enumerate(carry[0]):
+        sums = jax.lax.fori_loop(0, steps, add, sums)
+    for row, total in enumerate(sums):
         total = jnp.sum(total, axis=1)
-        if norm is not None:
-            total = total * jnp.broadcast_to(norm.factor(carry[1][row])[0], total.shape)
         chosen(shares, functools.partial(_store, row, total.astype(shape.dtype)))
 
 

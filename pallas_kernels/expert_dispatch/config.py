@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from .many_tokens_config import ManyTokens
-from .matrix import Matrix
 
 FEW_TOKENS = 64
 # Warps that keep a multiprocessor busy, and most outputs of a program.
-LEAST_WARPS, MOST_OUTPUTS = 6, 4
+LEAST_WARPS, MOST_OUTPUTS = 6, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,23 +19,16 @@ class Cut:
         outputs: rows of the matrix a program, a power of two, at least `outputs_at_once`.
         units: units of each that are read at once, one a thread: a power of two.
         num_warps: warps a program.
-        turns: of a loop over the outputs, a power of two, see `turns`.
     """
 
     outputs: int = 4
     units: int = 64
     num_warps: int = 2
-    turns: int = 1
 
     @property
     def outputs_at_once(self) -> int:
         """Outputs whose units are read at once, by a thread each."""
         return 32 * self.num_warps // self.units
-
-    @property
-    def outputs_a_turn(self) -> int:
-        """Outputs of a turn, one behind the other for a thread."""
-        return self.outputs // (self.outputs_at_once * self.turns)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -63,7 +55,7 @@ Config = FewTokens | ManyTokens
 
 
 def heuristic(
-    cores: int, tokens: int, slots: int, width: int, hidden: int, gate_up: Matrix, down: Matrix
+    cores: int, tokens: int, slots: int, width: int, hidden: int, units: int, hidden_units: int
 ) -> FewTokens:
     """A configuration for a call's sizes on a device of so many cores.
 
@@ -73,27 +65,23 @@ def heuristic(
         slots: A.
         width: D.
         hidden: F.
-        gate_up: how `gate_up_proj` is read.
-        down: how `down_proj` is read.
+        units: units of a row of `gate_up_proj`.
+        hidden_units: units of a row of `down_proj`.
     """
-    first = _cut(cores, tokens * slots * hidden, 64, gate_up.units, gate_up.coded)
-    second = _cut(cores, tokens * width, 128, slots * down.units, down.coded)
-    return FewTokens(first, second, first.outputs_at_once)
+    gate_up = _cut(cores, tokens * slots * hidden, 64, units)
+    down = _cut(cores, tokens * width, 128, slots * hidden_units)
+    # The shared expert's codes may have more bits, which are more words to hold.
+    return FewTokens(gate_up, down, max(gate_up.outputs_at_once, gate_up.outputs // 2))
 
 
-def _cut(cores: int, outputs: int, widest: int, units: int, coded: bool) -> Cut:
-    """Some outputs a program, for which inputs are read once, but all multiprocessors at work.
-
-    Codes take so many instructions that outputs are met in turns.
-    """
+def _cut(cores: int, outputs: int, widest: int, units: int) -> Cut:
+    """Some outputs a program, for which inputs are read once, but all multiprocessors at work."""
     wide = min(widest, _power_of_two(units))
     warps = max(1, wide // 32)
     count = MOST_OUTPUTS
     while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
         count //= 2
-    at_once = 32 * warps // wide
-    count = max(count, at_once)
-    return Cut(count, wide, warps, count // at_once if coded else 1)
+    return Cut(max(count, 32 * warps // wide), wide, warps)
 
 
 def _power_of_two(least: int) -> int:

@@ -8,7 +8,6 @@ it is one slot only, and may have other bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
 from .gate_up import columns, store
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
@@ -75,7 +73,7 @@ def summed(
             total = _shared(own, of_made[1], refs[matrix.count : -1], token, first, width, cut)
             total = total * of_made[2][token, 0]
         parts = matrix, of_made[0], refs[: matrix.count]
-        sums = _routed(*parts, routing, first, width, cut, program)
+        sums = _routed(*parts, routing, first, width, cut)
         if total is not None:
             sums = sums + jnp.sum(total, axis=1).reshape(sums.shape[::-1]).T
         if stream is not None:
@@ -108,7 +106,6 @@ def _routed(
     first: Any,
     width: int,
     cut: Cut,
-    program: Any,
 ) -> Float[Array, "o n"]:
     """Of the routed experts.
 
@@ -120,7 +117,6 @@ def _routed(
         first: output of the program.
         width: number of outputs.
         cut: see there.
-        program: index of the program.
     """
     ids_ref, weights_ref, token, slots, experts = routing
     units = Units(cut.tile, slots, matrix.units)
@@ -135,26 +131,17 @@ def _routed(
             used = used & exists
         expert = jnp.where(used, expert, 0)
 
-        def read(turn: Any) -> list[Any]:
-            found = []
-            for place in range(cut.outputs_a_turn):
-                place += turn * cut.outputs_a_turn
-                output = first + place * cut.outputs_at_once + iota(cut.tile, 0)
-                inside = output < width if width % cut.outputs else None
-                mask = all_of(cut.tile, used, inside)
-                found.append(matrix.read(refs, expert * width + output, unit, mask))
-            return found
-
-        def prepared() -> Callable[[Any], list[Array]]:
-            values = inputs_of_units(made_ref, token * slots, units, step, matrix)
-            found = matrix.prepared(values)
-            return lambda read: [matrix.product(each, found, strength, used) for each in read]
-
-        count = cut.outputs_a_turn
-        made = products_in_turns(cut.turns, count, read, prepared, cut.tile, program)
+        read = []
+        for start in range(0, cut.outputs, cut.outputs_at_once):
+            output = first + start + iota(cut.tile, 0)
+            inside = output < width if width % cut.outputs else None
+            mask = all_of(cut.tile, used, inside)
+            read.append(matrix.read(refs, expert * width + output, unit, mask))
+        values = matrix.prepared(inputs_of_units(made_ref, token * slots, units, step, matrix))
+        made = [matrix.product(each, values, strength, used) for each in read]
         return [total + product for total, product in zip(sums, made, strict=True)]
 
-    sums = units.over_steps(add, cut.turns * cut.outputs_a_turn)
+    sums = units.over_steps(add, cut.outputs // cut.outputs_at_once)
     together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
     return jnp.sum(together, axis=1)
 

@@ -7,7 +7,6 @@ more bits. An empty slot's numbers are not written, and must not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turns import products_in_turns
 from .config import Cut
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
@@ -80,19 +78,18 @@ def gated(
             def _() -> None:
                 gate = expert * rows
                 parts = (routed_refs, gate), (routed_refs, gate + hidden)
-                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut, program)
+                made = _made(matrix, parts, (x_ref, slot // slots), first, hidden, cut)
                 store(refs[-1 if shared is None else -3], slot, first, hidden, made)
 
         if shared is not None:
             of_gate, of_up = refs[: own.count], refs[own.count : 2 * own.count]
-            turns = shared_outputs // cut.outputs_at_once
-            shared_cut = Cut(shared_outputs, cut.units, cut.num_warps, turns)
+            shared_cut = Cut(shared_outputs, cut.units, cut.num_warps)
 
             @pl.when(program < tokens * shared_tiles)
             def _() -> None:
                 token, first = program // shared_tiles, program % shared_tiles * shared_outputs
                 parts = (of_gate, 0), (of_up, 0)
-                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut, program)
+                made = _made(own, parts, (x_ref, token), first, shared_hidden, shared_cut)
                 store(refs[-2], token, first, shared_hidden, made)
 
             @pl.when((program >= tokens * shared_tiles) & (program < shared_programs))
@@ -121,7 +118,6 @@ def _made(
     first: Any,
     hidden: int,
     cut: Cut,
-    program: Any,
 ) -> Float[Array, "o n"]:
     """Silu(gate) * up of a program.
 
@@ -132,32 +128,23 @@ def _made(
         first: gate of the program.
         hidden: number of gates.
         cut: see there.
-        program: index of the program.
     """
     units = Units(cut.tile, 1, matrix.units)
 
     def add(step: Any, sums: list[Array]) -> list[Array]:
         _, unit, exists = units.at(step, cut.tile)
 
-        def read(turn: Any) -> list[Any]:
-            found = []
-            for place in range(cut.outputs_a_turn):
-                place += turn * cut.outputs_a_turn
-                index = first + place * cut.outputs_at_once + iota(cut.tile, 0)
-                inside = index < hidden if hidden % cut.outputs else None
-                mask = all_of(cut.tile, exists, inside)
-                found += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
-            return found
-
-        def prepared() -> Callable[[Any], list[Array]]:
-            values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
-            return lambda read: [matrix.product(each, values) for each in read]
-
-        count = 2 * cut.outputs_a_turn
-        made = products_in_turns(cut.turns, count, read, prepared, cut.tile, program)
+        read = []
+        for start in range(0, cut.outputs, cut.outputs_at_once):
+            index = first + start + iota(cut.tile, 0)
+            inside = index < hidden if hidden % cut.outputs else None
+            mask = all_of(cut.tile, exists, inside)
+            read += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
+        values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
+        made = [matrix.product(each, values) for each in read]
         return [total + product for total, product in zip(sums, made, strict=True)]
 
-    sums = units.over_steps(add, 2 * cut.turns * cut.outputs_a_turn)
+    sums = units.over_steps(add, 2 * (cut.outputs // cut.outputs_at_once))
     gate, up = (jnp.sum(stacked(sums[part::2]), axis=1) for part in range(2))
     return gate * jax.lax.logistic(gate) * up
 

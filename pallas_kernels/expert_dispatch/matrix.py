@@ -85,7 +85,6 @@ class Coded:
     zero: bool
 
     width = UNIT
-    coded = True
 
     @property
     def inputs(self) -> int:
@@ -156,7 +155,6 @@ class Plain:
     width: int
 
     count = 1
-    coded = False
 
     @property
     def units(self) -> int:

@@ -43,9 +43,9 @@ def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
     tokens, slots = ids.shape
     if tokens > FEW_TOKENS:
         return many_tokens_config.heuristic(tokens, slots, down_proj.shape[0])
-    first, second = matrix_of(gate_up_proj), matrix_of(down_proj)
+    units = (matrix_of(weight).units for weight in (gate_up_proj, down_proj))
     width, hidden = down_proj.shape[1:]
-    return heuristic(current_target().cores, tokens, slots, width, hidden, first, second)
+    return heuristic(current_target().cores, tokens, slots, width, hidden, *units)
 
 
 DISPATCHES: dict[type[Config], Callable[..., Any]] = {

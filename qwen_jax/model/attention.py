@@ -17,7 +17,7 @@ from .layers import Linear, RMSNorm, project_together
 
 
 class Attention(nnx.Module):
-    """Project, normalise, rotate, attend, gate, project; behind the layer's own norm."""
+    """Project, normalise, rotate, attend, gate, project."""
 
     def __init__(self, config: QwenConfig, layer: int):
         self.heads = config.num_attention_heads
@@ -54,10 +54,10 @@ class Attention(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B T D"], norm: RMSNorm, cache: KVBlocks | None, chunk: Chunk
+        self, x: Float[Array, "B T D"], cache: KVBlocks | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], KVBlocks | None]:
         batch, length, _ = x.shape
-        q, k, v = project_together(x, (self.q_proj, self.k_proj, self.v_proj), norm)
+        q, k, v = project_together(x, (self.q_proj, self.k_proj, self.v_proj))
         q = q.reshape(batch, length, self.heads, -1)
         k, v = (y.reshape(batch, length, self.kv_heads, self.head_dim) for y in (k, v))
         mixed, cache = self._mix(q, k, v, cache, chunk)

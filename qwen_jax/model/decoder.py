@@ -57,15 +57,15 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], cache: LayerCache | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
         """The layer's output, its cache with the new tokens, its routing (None if dense)."""
-        mixed, cache = self.mix(x, cache, chunk)
+        mixed, cache = self.mix(self.input_layernorm(x), cache, chunk)
         x, normal = self.post_attention_layernorm.after_adding(x, mixed)
         x, routing = self.feed(x, normal, mixed, chunk)
         return x, cache, routing
 
     def mix(self, x: Array, cache: Any, chunk: Chunk) -> tuple[Array, Any]:
-        """Normalise, mix: full attention or the gated delta net, whose products may do both."""
+        """The mixer: full attention or the gated delta net."""
         mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
-        return mixer(x, self.input_layernorm, cache, chunk)
+        return mixer(x, cache, chunk)
 
     def feed(
         self, x: Array, normal: Array, mixed: Array, chunk: Chunk

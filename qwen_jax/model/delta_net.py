@@ -9,7 +9,7 @@ from pallas_kernels.delta_rule import gated_delta_rule
 from ..cache import RecurrentState, empty_recurrent
 from ..config import QwenConfig
 from .chunk import Chunk
-from .layers import GatedRMSNorm, Linear, RMSNorm, parameter, project_together
+from .layers import GatedRMSNorm, Linear, parameter, project_together
 
 
 class ShortConvolution(nnx.Module):
@@ -20,10 +20,7 @@ class ShortConvolution(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Project, run the gated delta rule over the new tokens, norm under a gate, project.
-
-    Behind the layer's own norm.
-    """
+    """Project, run the gated delta rule over the new tokens, norm under a gate, project."""
 
     def __init__(self, config: QwenConfig):
         width, dtype, run = config.hidden_size, config.dtype, config.implementation
@@ -44,11 +41,11 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(config.value_dim, width, dtype, implementation=run)
 
     def __call__(
-        self, x: Float[Array, "B T D"], norm: RMSNorm, cache: RecurrentState | None, chunk: Chunk
+        self, x: Float[Array, "B T D"], cache: RecurrentState | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], RecurrentState | None]:
         state = empty_recurrent(self.config, x.shape[0]) if cache is None else cache
         inputs = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
-        qkv, gate, b, a = project_together(x, inputs, norm)
+        qkv, gate, b, a = project_together(x, inputs)
         mixed, conv, delta = gated_delta_rule(
             qkv,
             b,

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.dequant_matmul import dequant_matmul
-from pallas_kernels.dequant_matmul.norm import Norm
 from pallas_kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 
 from ..quant import QTensor
@@ -86,37 +85,20 @@ class Linear(nnx.Module):
 
 
 def project_together(
-    x: Float[Array, "... i"],
-    linears: Sequence[Callable[[Array], Array]],
-    norm: "RMSNorm | None" = None,
+    x: Float[Array, "... i"], linears: Sequence[Callable[[Array], Array]]
 ) -> tuple[Float[Array, "... _o"], ...]:
     """What linears of one dtype and implementation make of the same rows.
 
     If some have codes, the products are one call. Left out of it, and called like any module, are
     linears with an `input_scale`, whose rows are not the same, and whatever stands in a linear's
     place to look at its rows or to change them.
-
-    Args:
-        x: rows.
-        linears: what reads them.
-        norm: of the rows in front; its result has the linears' dtype.
     """
-    joined = [linear for linear in linears if _shares_rows(linear)]
-    weights = tuple(linear.weight[...] for linear in joined)
+    together = [linear for linear in linears if _shares_rows(linear)]
+    weights = tuple(linear.weight[...] for linear in together)
     if not any(isinstance(weight, QTensor) for weight in weights):
-        joined = []
-    if norm is not None and (len(joined) < len(linears) or type(norm) is not RMSNorm):
-        x, norm = norm(x), None
-    if not joined:
         return tuple(linear(x) for linear in linears)
-    products = iter(
-        dequant_matmul(
-            x.astype(joined[0].dtype) if norm is None else x,
-            weights,
-            None if norm is None else norm.in_front(),
-            implementation=joined[0].implementation,
-        )
-    )
+    rows, implementation = x.astype(together[0].dtype), together[0].implementation
+    products = iter(dequant_matmul(rows, weights, implementation=implementation))
     return tuple(
         linear.shifted(next(products)) if _shares_rows(linear) else linear(x) for linear in linears
     )
@@ -196,10 +178,6 @@ class RMSNorm(nnx.Module):
         """X + y in x's dtype, and its norm."""
         normal, total = add_rms_norm(x, y, self.weight[...], **self._settings())
         return total, normal
-
-    def in_front(self) -> Norm:
-        """The norm as a part of products that read its result."""
-        return Norm(self.weight[...], self.eps, self.zero_centred)
 
     def _settings(self) -> dict[str, Any]:
         return {

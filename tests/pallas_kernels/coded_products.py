@@ -11,33 +11,24 @@ import numpy as np
 
 from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.dequant_matmul import api, layout, triton
-from pallas_kernels.dequant_matmul.norm import Norm
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import Matrix, Spec, of_one
 from pallas_kernels.testing import norm_error
 
-Call = tuple[jax.Array, tuple[QTensor | jax.Array, ...], Norm | None]
+Call = tuple[jax.Array, tuple[QTensor | jax.Array, ...]]
 
 
 @functools.cache
 def drawn(spec: Spec) -> tuple[Call, list[np.ndarray]]:
     """Arrays of a call, and the products in float64."""
     rng = np.random.default_rng(spec.outputs)
-    x, norm = rng.standard_normal((spec.rows, spec.inputs)), None
-    x = jnp.asarray(x, spec.arguments()[0].dtype)
-    rows = np.asarray(x, np.float64)
-    if spec.norm is not None:
-        x = x * jnp.arange(1, spec.rows + 1, dtype=jnp.float32)[:, None]
-        weight = jnp.asarray(rng.standard_normal(spec.inputs), jnp.bfloat16)
-        norm = Norm(weight, 1e-6, spec.norm)
-        rows = rows / np.sqrt(np.mean(rows**2, axis=1, keepdims=True))
-        rows = rows * (spec.norm + np.asarray(weight, np.float64))
+    x = jnp.asarray(rng.standard_normal((spec.rows, spec.inputs)), jnp.bfloat16)
     weights, expected = [], []
     for matrix in spec.matrices:
         weight, numbers = drawn_matrix(rng, matrix, spec.inputs)
         weights.append(weight)
-        expected.append(rows @ numbers.T)
-    return (x, tuple(weights), norm), expected
+        expected.append(np.asarray(x, np.float64) @ numbers.T)
+    return (x, tuple(weights)), expected
 
 
 def drawn_matrix(
@@ -67,13 +58,8 @@ def drawn_matrix(
 
 
 def bar(spec: Spec) -> float:
-    """Greatest acceptable error.
-
-    Weights are rounded to bfloat16 from 65 rows on, and so is what a norm before the kernel gives.
-    """
-    own = 3e-4 if spec.rows <= 64 else 3e-3
-    own += 2e-3 if spec.norm is not None and spec.rows > triton.NORM_ROWS else 0
-    return own + (2e-3 if spec.result == "bfloat16" else 0)
+    """Greatest acceptable error; weights are rounded to bfloat16 from 65 rows on."""
+    return (3e-4 if spec.rows <= 64 else 3e-3) + (2e-3 if spec.result == "bfloat16" else 0)
 
 
 def check(spec: Spec, implementation: str | None, config=None):

@@ -27,7 +27,6 @@ from pallas_kernels.dequant_matmul.config import (
     Unpacked,
     heuristic,
 )
-from pallas_kernels.dequant_matmul.norm import Norm
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import SPECS, Matrix
 from pallas_kernels.testing import interpreted, norm_error
@@ -66,7 +65,6 @@ def test_interpreted_kernel_equals_the_formula(name):
 # Three tiles or more along each axis, the last ones not full.
 CUTS = {
     "few rows": (small(2, 3, 32, inputs=520, zero=True), FewRows(8, 8, 1)),
-    "few rows, in turns": (small(1, 3, 32, inputs=520, zero=True), FewRows(16, 8, 1, 4)),
     "few rows, many tiles": (small(1, 8, 128, inputs=1340, outputs=5), FewRows(4, 8, 1)),
     "some rows": (small(33, 3, 64, zero=True, outputs=70), SomeRows(16, 32)),
     "some rows, split": (
@@ -139,7 +137,7 @@ def test_kernel_on_a_gpu_equals_the_formula(name):
 def test_leading_axes_are_kept_and_nothing_mixes(rows):
     """NaN in one row of inputs and in one scale; an output whose scales are zero is zero."""
     spec = small(rows, 3, 32, inputs=96, zero=True)
-    (x, (weight,), _), _ = drawn(spec)
+    (x, (weight,)), _ = drawn(spec)
     x, scale = x.at[1, 5].set(jnp.nan), weight.scale.at[3, 1].set(jnp.nan).at[7].set(0)
     weight = dataclasses.replace(weight, scale=scale)
     with interpreted(cores=37):
@@ -178,8 +176,7 @@ def test_gradient_of_the_kernel(check_gradient, normal):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_call_lowers_for_cuda_as_one_launch(name):
-    spec = SPECS[name]
-    assert launches(spec) == (1 if spec.norm is None or spec.rows == 1 else 2)
+    assert launches(SPECS[name]) == 1
 
 
 MATRIX = Matrix(12288)
@@ -190,7 +187,6 @@ def choose(
     rows=16,
     inputs=2048,
     x="bfloat16",
-    norm=None,
     dtype="bfloat16",
     target=H200,
     **parts,
@@ -201,8 +197,7 @@ def choose(
     weights = dataclasses.replace(weight, **parts), Matrix(1, 16).array(inputs)
     settings = {"implementation": None, "target": target, "dtype": jnp.dtype(dtype)}
     x = jax.ShapeDtypeStruct((rows, inputs), x)
-    norm = norm and Norm(jax.ShapeDtypeStruct(*norm), 1e-6)
-    return api.OPERATION.choose(x, weights, norm, **settings)
+    return api.OPERATION.choose(x, weights, **settings)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +206,6 @@ def choose(
         {},
         {"matrix": Matrix(12288, 4, 32, True, "float32"), "dtype": "float32"},
         {"matrix": Matrix(12288, 8), "inputs": 1},
-        {"x": "float32", "norm": ((2048,), "bfloat16"), "rows": 1},
         {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
     ],
 )
@@ -230,7 +224,6 @@ def test_a_gpu_takes_the_kernel(changes):
         ({"zero": ((12288, 16), "float16")}, "zero of weights[0] is float16"),
         ({"dtype": "float16"}, "the result is float16"),
         ({"x": "float32"}, "x is float32, not bfloat16"),
-        ({"norm": ((2048,), "float32")}, "the weight of norm is float32, not bfloat16"),
         ({"rows": 2**20}, "x has 2147483648 elements, 2^31 or more"),
         ({"rows": 2**18}, "the result of weights[0] has 3221225472 elements"),
         ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
@@ -260,7 +253,6 @@ def test_refusals_of_the_kernel(changes, reason):
         ({"scale": ((12, 16), "bfloat16")}, "scale is bfloat16[12, 16]; 2048 inputs"),
         ({"zero": ((12288, 8), "bfloat16")}, "zero is bfloat16[12288, 8]; 2048 inputs"),
         ({"input_scale": ((2048,), "float32")}, "weights[0] has an input_scale"),
-        ({"norm": ((12,), "bfloat16")}, "the weight of norm is [12], not [2048]"),
     ],
 )
 def test_calls_without_a_meaning_are_refused_by_all(changes, reason):

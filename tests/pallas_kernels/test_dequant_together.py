@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.dequant_matmul import triton
 from pallas_kernels.dequant_matmul.config import FewRows, SomeRows
 from pallas_kernels.dequant_matmul.specs import Matrix, Spec
 from pallas_kernels.testing import interpreted
@@ -15,9 +14,9 @@ ALIKE = Matrix(37, 3, 32), Matrix(1, 16), Matrix(21, 3, 32), Matrix(9, 16)
 OTHERS = Matrix(70, 8, 64, zero=True), Matrix(33, 4, 128, scale="float32"), Matrix(5, 32)
 
 
-def together(rows: int, *matrices: Matrix, inputs: int = 300, norm: bool | None = None) -> Spec:
+def together(rows: int, *matrices: Matrix, inputs: int = 300) -> Spec:
     """A call with several matrices."""
-    return Spec(rows, inputs, matrices or (*ALIKE, *OTHERS), "float32", norm)
+    return Spec(rows, inputs, matrices or (*ALIKE, *OTHERS), "float32")
 
 
 TOGETHER = {
@@ -26,16 +25,14 @@ TOGETHER = {
     "65 rows": together(65, *OTHERS),
     "few rows, many tiles": together(2, *ALIKE, inputs=1340),
     "arrays alone": together(1, ALIKE[1], OTHERS[2]),
-    "1 row, norm": together(1, *ALIKE[:2], OTHERS[0], norm=False),
-    "7 rows, norm": together(7, ALIKE[1], OTHERS[0], norm=True),
 }
 CUT_TOGETHER = {
-    "few rows": (together(2, *ALIKE, inputs=520, norm=True), FewRows(8, 8, 1, 2)),
+    "few rows": (together(2, *ALIKE, inputs=520), FewRows(8, 8, 1)),
     "some rows, split": (together(19, *ALIKE[:2]), SomeRows(16, 32, 2, blocks=2)),
 }
 
 
-@pytest.mark.parametrize("name", ["1 row", "7 rows, norm"])
+@pytest.mark.parametrize("name", ["1 row", "7 rows"])
 def test_the_reference_of_several_matrices(name):
     check(TOGETHER[name], "reference")
 
@@ -47,16 +44,14 @@ def test_several_matrices(name):
 
 
 @pytest.mark.parametrize("name", CUT_TOGETHER)
-def test_several_tiles_of_several_matrices(name, monkeypatch):
-    monkeypatch.setattr(triton, "NORM_ROWS", 4)
+def test_several_tiles_of_several_matrices(name):
     with interpreted():
         check(CUT_TOGETHER[name][0], None, CUT_TOGETHER[name][1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TOGETHER | CUT_TOGETHER)
-def test_several_matrices_on_a_gpu(name, monkeypatch):
-    monkeypatch.setattr(triton, "NORM_ROWS", 4)
+def test_several_matrices_on_a_gpu(name):
     spec, config = (TOGETHER | CUT_TOGETHER)[name], None
     if not isinstance(spec, Spec):
         spec, config = spec
@@ -70,8 +65,6 @@ def test_several_matrices_on_a_gpu(name, monkeypatch):
         (together(65), 4),  # arrays go to XLA
         (together(16), 2),  # groups of 32 are for four warps, the others for two
         (together(7, ALIKE[1], *OTHERS), 1),
-        (together(1, *ALIKE, norm=True), 1),
-        (together(7, ALIKE[1], OTHERS[0], norm=True), 2),
     ],
 )
 def test_launches_of_several_matrices(spec, number):

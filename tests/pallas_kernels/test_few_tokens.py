@@ -15,7 +15,7 @@ from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import down, gate_up, triton
-from pallas_kernels.expert_dispatch.config import Cut, FewTokens
+from pallas_kernels.expert_dispatch.config import Cut, FewTokens, heuristic
 from pallas_kernels.expert_dispatch.shared import SharedExpert
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, norm_error
@@ -30,12 +30,12 @@ def small(bits: int, down_bits: int, **more: Any) -> Spec:
     return Spec(**(sizes | {"bits": bits, "down_bits": down_bits} | more))
 
 
-IN_TURNS = FewTokens(Cut(16, 8, 1, 4), Cut(16, 4, 1, 2), 4)
-AT_ONCE = FewTokens(Cut(16, 4, 1), Cut(8, 8, 1), 8)
+FIRST = FewTokens(Cut(16, 8, 1), Cut(16, 4, 1), 4)
+SECOND = FewTokens(Cut(16, 4, 1), Cut(8, 8, 1), 8)
 CASES = {
-    "3 and 4 bits": (small(3, 4), IN_TURNS),
-    "4 bits and numbers, zero": (small(4, 32, zero=True, group_size=32, shared_bits=16), AT_ONCE),
-    "numbers and 8 bits": (small(16, 8, shared_hidden=0, x="bfloat16", inner="float32"), IN_TURNS),
+    "3 and 4 bits": (small(3, 4), FIRST),
+    "4 bits and numbers, zero": (small(4, 32, zero=True, group_size=32, shared_bits=16), SECOND),
+    "numbers and 8 bits": (small(16, 8, shared_hidden=0, x="bfloat16", inner="float32"), FIRST),
 }
 ON_GPU = CASES | {
     f"{bits} and {down_bits} bits, {shared_bits} shared, {name}": (
@@ -49,8 +49,8 @@ ON_GPU = CASES | {
         (32, 16, 4, "float32"),
     )
     for name, config in (
-        ("turns", FewTokens(Cut(8, 32, 1, 8), Cut(8, 64, 2, 4), 2)),
-        ("at once", FewTokens(Cut(4, 64, 2), Cut(4, 128, 4), 1)),
+        ("narrow", FewTokens(Cut(8, 32, 1), Cut(8, 64, 2), 2)),
+        ("wide", FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 4)),
     )
 }
 # Sums of codes are less exact than float32. What lies between is rounded to bfloat16.
@@ -182,3 +182,15 @@ def test_lowers_for_cuda(name):
     spec = SPECS[name]
     run = functools.partial(triton.expert_dispatch, **spec.settings())
     assert lower_for_cuda(run, *spec.arguments()).count("xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "units", "cut"),
+    [
+        ((1, 8, 2048, 512), (64, 16), FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 4)),
+        ((1, 8, 256, 64), (8, 2), FewTokens(Cut(4, 8, 1), Cut(2, 16, 1), 4)),
+    ],
+    ids=["qwen3.6-35b-a3b", "small"],
+)
+def test_a_program_takes_many_outputs_if_there_is_work_for_all_multiprocessors(call, units, cut):
+    assert heuristic(132, *call, *units) == cut

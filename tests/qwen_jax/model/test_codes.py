@@ -187,9 +187,8 @@ def test_matrices_that_share_their_input_are_one_call():
     found = Counter(call.arrays["weights"].count("QTensor") for call in products)
     # With the gates in front of the delta rule; and the head.
     assert found == {3: 1, 2: 1, 1: 1 + 1 + 1}
-    # The norms in front of both mixers are part of their inputs.
-    assert sum(call.arrays["norm"] != "None" for call in products) == 2
-    assert sum(call.operation == "rms_norm" for call in calls) == 2 * 1 + 1 + 1
+    # Two of each layer, that behind the delta rule, and the final one.
+    assert sum(call.operation == "rms_norm" for call in calls) == 2 * 2 + 1 + 1
     arrays = [call.arrays["weights"].rsplit("), ")[-1] for call in products]
     assert arrays.count("bfloat16[2, 72], bfloat16[2, 72])") == 1
 
