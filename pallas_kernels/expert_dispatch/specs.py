@@ -106,4 +106,7 @@ SPECS = {
     "1 token, qwen3-30b-a3b": Spec(1, experts=128, hidden=768, shared_hidden=0),
     "1 token, qwen3-next-80b-a3b": Spec(1, experts=512, slots=10),
     "1 token, qwen1.5-moe-a2.7b": Spec(1, 60, 4, hidden=1408, shared_hidden=5632),
+    "512 tokens": Spec(512),
+    "8192 tokens": Spec(8192),
+    "8192 tokens, bf16": Spec(8192, bits=16, down_bits=16, shared_bits=16),
 }
