@@ -97,9 +97,9 @@ class SparseMoE(nnx.Module):
         parts, gate = self.shared_expert, self.shared_expert_gate
         if type(parts) is not MLP or type(self.experts) is not Experts:
             return None
-        linears = [gate, *(getattr(parts, f"{name}_proj") for name in ("gate", "up", "down"))]
+        linears = [parts.gate_proj, parts.up_proj, parts.down_proj, gate]
         if any(type(each) is not Linear for each in linears):
             return None
-        weight, *projections = (linear.weight[...] for linear in linears)
-        shared = SharedExpert(*projections, weight)
+        gate_proj, up_proj, down_proj, weight = (linear.weight[...] for linear in linears)
+        shared = SharedExpert(gate_proj, up_proj, down_proj, weight)
         return None if shared.oddities() else shared
