@@ -108,6 +108,7 @@ KERNELS = (
     "delta_rule",
     "dequant_matmul",
     "rms_norm",
+    "router",
 )
 
 

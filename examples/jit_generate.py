@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import qwen_jax
 from qwen_jax import decode_loop, init_cache, init_state, prefill
+from qwen_jax.decode import LOOP_OPTIONS
 
 NEW_TOKENS = 48
 
@@ -22,7 +23,7 @@ def epsilon_greedy(logits, state):
     return jnp.where(second, best[:, 1], best[:, 0])
 
 
-@functools.partial(jax.jit, donate_argnames=("cache",))
+@functools.partial(jax.jit, donate_argnames=("cache",), compiler_options=LOOP_OPTIONS)
 def generate(model, cache, tokens, lengths):
     """Ids [B, NEW_TOKENS] after the prompts, and the cache to go on with."""
     output, cache = prefill(model, cache, tokens, lengths)

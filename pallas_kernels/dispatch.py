@@ -221,12 +221,12 @@ def _with_gradient_of(reference: Callable[..., Any], run: Callable[..., Any]) ->
 
 
 def _as_array(value: Any) -> Any:
-    """A JAX array, or a tuple of them with names, or a dataclass of them; None stays."""
+    """A JAX array, or a dataclass of them, or a tuple of either; None stays."""
     if value is None:
         return None
-    if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
+    if isinstance(value, tuple) or dataclasses.is_dataclass(value):
         return jax.tree.map(jnp.asarray, value)
-    return value if isinstance(value, tuple) else jnp.asarray(value)
+    return jnp.asarray(value)
 
 
 def _unusable(settings: Mapping[str, Any]) -> list[str]:

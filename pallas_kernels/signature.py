@@ -17,6 +17,7 @@ import jaxtyping
 
 _KINDS = {
     jaxtyping.Float: ("floating point", lambda dtype: jnp.issubdtype(dtype, jnp.floating)),
+    jaxtyping.Bool: ("bool", lambda dtype: dtype == jnp.bool_),
     jaxtyping.Int: ("int32", lambda dtype: dtype == jnp.int32),
     jaxtyping.UInt: ("uint32", lambda dtype: dtype == jnp.uint32),
     jaxtyping.Real: ("numbers", lambda dtype: jnp.issubdtype(dtype, jnp.number)),
@@ -29,10 +30,12 @@ class Parameter:
 
     Attributes:
         name: of the parameter.
-        letters: its dimensions; equal letters are equal sizes. "..." in front is any number.
+        letters: its dimensions; equal letters are equal sizes, unless they begin with "_". "..."
+            in front is any number.
         kind: jaxtyping's class of its dtype.
         optional: whether it may be None.
         others: classes whose objects, of a shape but no dtype, may stand for the array.
+        many: whether it is a tuple of such arrays.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Parameter:
     kind: Any
     optional: bool
     others: tuple[type, ...] = ()
+    many: bool = False
 
 
 @functools.cache
@@ -49,7 +53,9 @@ def parameters(function: Callable[..., Any]) -> tuple[Parameter | None, ...]:
     hints = typing.get_type_hints(function)
     hints.pop("return", None)
     for name, hint in hints.items():
-        options = typing.get_args(hint) or (hint,)
+        many = typing.get_origin(hint) is tuple
+        one = typing.get_args(hint)[0] if many else hint
+        options = typing.get_args(one) or (one,)
         arrays = [option for option in options if hasattr(option, "dim_str")]
         if not arrays:
             found.append(None)
@@ -57,7 +63,7 @@ def parameters(function: Callable[..., Any]) -> tuple[Parameter | None, ...]:
         letters = tuple(arrays[0].dim_str.split())
         others = tuple(o for o in options if o not in arrays and o is not type(None))
         optional = type(None) in options
-        found.append(Parameter(name, letters, arrays[0].dtype, optional, others))
+        found.append(Parameter(name, letters, arrays[0].dtype, optional, others, many))
     return tuple(found)
 
 
@@ -73,13 +79,26 @@ def contradictions(function: Callable[..., Any], arrays: Sequence[Any]) -> list[
     for parameter, array in zip(parameters(function), arrays, strict=False):
         if parameter is None or (array is None and parameter.optional):
             continue
-        reasons += _mistakes(parameter, array) or _mismatches(parameter, array, sizes)
+        for part, value in _parts(parameter, array):
+            reasons += _mistakes(part, value) or _mismatches(part, value, sizes)
     return reasons
+
+
+def _parts(parameter: Parameter, value: Any) -> list[tuple[Parameter, Any]]:
+    """Each array of a tuple, with a name of its own; an argument that is no tuple, as it is."""
+    if not parameter.many or not isinstance(value, tuple) or not value:
+        return [(parameter, value)]
+    return [
+        (dataclasses.replace(parameter, name=f"{parameter.name}[{index}]", many=False), array)
+        for index, array in enumerate(value)
+    ]
 
 
 def _mistakes(parameter: Parameter, array: Any) -> list[str]:
     """What is wrong with one array alone."""
     name, letters = parameter.name, parameter.letters
+    if parameter.many:
+        return [f"{name} is {array!r}; accepted is a tuple of arrays {_shown(letters)}"]
     if not isinstance(array, parameter.others):
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             return [f"{name} is {array!r}; accepted is an array {_shown(letters)}"]
@@ -102,6 +121,8 @@ def _mismatches(parameter: Parameter, array: Any, sizes: dict[str, tuple[Any, st
         shape = [tuple(shape[:split]), *shape[split:]]
     reasons = []
     for letter, size in zip(letters, shape, strict=True):
+        if letter.startswith("_"):
+            continue
         known, owner = sizes.setdefault(letter, (size, parameter.name))
         if known != size:
             reasons.append(
@@ -112,4 +133,4 @@ def _mismatches(parameter: Parameter, array: Any, sizes: dict[str, tuple[Any, st
 
 
 def _shown(letters: tuple[str, ...]) -> str:
-    return f"[{' '.join(letters)}]"
+    return f"[{' '.join(letter.removeprefix('_') for letter in letters)}]"

@@ -16,7 +16,7 @@ from .decode import (
     start,
     stream,
 )
-from .decode.prompt import CHUNK_SIZE, bucket, check_ids
+from .decode.prompt import bucket, check_ids
 from .errors import RequestError
 from .model import CausalLM
 from .text import Tokenizer
@@ -59,7 +59,7 @@ def stream_generate(
     stop: str | Sequence[str] | None = (),
     ignore_eos: bool = False,
     max_model_len: int | None = None,
-    prefill_chunk_size: int = CHUNK_SIZE,
+    prefill_chunk_size: int | None = None,
     kv_cache_dtype: str | None = None,
 ) -> Iterator[GenerationResult]:
     """Generate, yielding one piece a token of each row.
@@ -74,7 +74,8 @@ def stream_generate(
         stop: strings that end a generation; they are not part of the text.
         ignore_eos: go on through the model's end tokens.
         max_model_len: most tokens of prompt and generation together; the model's own limit if None.
-        prefill_chunk_size: most prompt tokens a row in one forward pass.
+        prefill_chunk_size: most prompt tokens a row in one forward pass. None: 512, and on a GPU up
+            to 8192, as its memory and the number of prompts allow.
         kv_cache_dtype: "int8" keeps keys and values in about half the memory, slightly less exact;
             None keeps them in the model's dtype.
 
@@ -86,7 +87,8 @@ def stream_generate(
     ids = [_encode(model, tokenizer, p, row) for row, p in enumerate(prompts)]
     longest = max(len(row) for row in ids)
     max_tokens = _check_limits(model, longest, max_tokens, max_model_len)
-    _check_whole("prefill_chunk_size", prefill_chunk_size, 1)
+    if prefill_chunk_size is not None:
+        _check_whole("prefill_chunk_size", prefill_chunk_size, 1)
     check_kv_cache_dtype(kv_cache_dtype)
     params = _sampling_rows(sampling, len(ids))
     stops = [stop] if isinstance(stop, str) else list(stop or ())
@@ -112,7 +114,7 @@ def _run(
     max_tokens: int,
     tokenizer: Tokenizer | None,
     ignore_eos: bool,
-    chunk_size: int,
+    chunk_size: int | None,
 ) -> Iterator[GenerationResult]:
     if max_tokens == 0:
         for row in rows:
@@ -126,7 +128,8 @@ def _run(
         max_tokens=jnp.asarray(max_tokens, jnp.int32),
         capacity=bucket(max_tokens, max_tokens * 2),
         stop_ids=_stop_ids(() if ignore_eos else model.config.eos_token_id),
-        sampling=SamplingParams.stack(params),
+        # A program that knows that it is greedy is simpler than one that asks.
+        sampling=None if all(row.is_greedy for row in params) else SamplingParams.stack(params),
         vocab_size=_sampled_ids(model, tokenizer),
         overflow=cache.overflow,
         in_prompt=_tokens_present(ids, params, model.config.vocab_size),

@@ -15,6 +15,12 @@ def available_memory() -> int:
     return _available_host_memory()
 
 
+def accelerator_memory() -> int | None:
+    """Bytes that the default device lets JAX use in all; None where it is the host."""
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats and "bytes_limit" in stats else None
+
+
 def peak_memory() -> int:
     """Peak bytes in use on the default device; peak resident memory where it is the host."""
     stats = jax.devices()[0].memory_stats()

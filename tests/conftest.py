@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    # Tests compare values, and optimised or not, programs compute the same ones; compiling takes
-    # half the time. Programs that tests start are optimised, as users' are.
+    # Compiling takes half the time; numbers agree to rounding, which is what tests ask of them.
+    # What users run is seen where `optimised` is asked for, and in programs that tests start.
     jax.config.update("jax_disable_most_optimizations", not _selects_gpu(config))
 
 

@@ -37,8 +37,10 @@ OPERATIONS = (
     "block_attention",
     "delta_rule",
     "dequant_matmul",
+    "expert_dispatch",
     "flash_attention",
     "rms_norm",
+    "router",
 )
 
 # Label, function, and shapes and dtypes of its arguments.

@@ -87,7 +87,7 @@ class Chain:
     @classmethod
     def of_equals(
         cls,
-        function: Callable[[jax.Array, Any], jax.Array],
+        function: Callable[[jax.Array, Any], Any],
         x: jax.Array,
         inputs: Sequence[Any],
         calls: int = CALLS_A_STEP,
@@ -114,10 +114,13 @@ class Chain:
                     for one in inputs:
                         x, y = jax.lax.optimization_barrier((x, step(x, one)))
                         results.append(y)
-                    x = x + 0 * results[-1].ravel()[0].astype(x.dtype)
+                    last = jax.tree.leaves(results[-1])[0]
+                    x = x + 0 * last.ravel()[0].astype(x.dtype)
                 return x, results
 
-            results = [jnp.zeros(y.shape, y.dtype) for y in shapes * turns]
+            results = [
+                jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), y) for y in shapes * turns
+            ]
             return jax.lax.fori_loop(0, repeats, body, (x, results))
 
         shapes = [jax.eval_shape(step, x, one) for one in inputs]

@@ -172,16 +172,16 @@ class WorkFolder:
         """
         if self._path != self._place.work:
             return
-        if not keep:
-            self._journal.record.finished.clear()
         with contextlib.suppress(OSError):
+            for name in () if keep else self.finished:
+                _remove(self._path / name)
             self.clear()
-            if not self.finished:
+            if not (keep and self.finished):
                 _remove(self._path / JOURNAL)
                 self._path.rmdir()
 
-    def failure(self, error: OSError) -> CheckpointError:
-        """What to tell a person whose disk is full or fails."""
+    def failure(self, error: OSError, *, keep: bool) -> CheckpointError:
+        """What to tell a person whose disk is full or fails; `keep` as in `abandon`."""
         if error.errno in _TAKEN and not self.missing():
             why = f"{self._place.path} came into being while its model was written ({error})"
         elif error.errno in _FULL:
@@ -191,6 +191,8 @@ class WorkFolder:
             )
         else:
             why = f"{self._place.work} cannot be written: {error}"
+        if not keep:
+            return CheckpointError(f"{why}. Nothing is kept")
         if not self.finished:
             return CheckpointError(f"{why}. No shard was finished, so nothing is kept")
         kept = gigabytes(sum(shard.nbytes for shard in self.finished.values()))
@@ -239,7 +241,7 @@ def open_work(
             except BaseException as error:
                 work.abandon(keep=keep)
                 if isinstance(error, OSError):
-                    raise work.failure(error) from error
+                    raise work.failure(error, keep=keep) from error
                 raise
     except BaseException as error:
         for path in reversed(made):

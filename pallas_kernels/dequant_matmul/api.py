@@ -1,13 +1,14 @@
-"""Rows times a matrix that is stored as codes of 3, 4 or 8 bits."""
+"""Rows times matrices that are stored as codes of 3, 4 or 8 bits."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
 from ..dispatch import REFERENCE, Implementation, Operation
 from . import reference, triton
+from .qtensor import QTensor
 
 OPERATION = Operation(
     "dequant_matmul",
@@ -20,37 +21,27 @@ OPERATION = Operation(
 
 def dequant_matmul(
     x: Float[Array, "... I"],
-    codes: UInt[Array, "O Q U"],
-    scale: Float[Array, "O J"],
-    zero: Float[Array, "O J"] | None = None,
+    weights: tuple[Float[Array, "_O I"] | QTensor, ...],
     *,
-    group_size: int,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
-) -> Float[Array, "... O"]:
-    """The product x W^T, summed in float32 and rounded once.
+) -> tuple[Float[Array, "... _O"], ...]:
+    """The products x W^T with matrices that share their input, summed in float32, rounded once.
 
-    W[o, i] is scale * (code - zero), see `layout`. Matrices that share their input are one call:
-    put them below each other, along O.
+    Up to 64 rows they are one launch, whatever their bits, groups and outputs; from 5 rows on, one
+    for each way in which programs are cut. From 65 rows on each is a product of its own.
 
     Args:
         x: rows.
-        codes: words of `layout.pack`; their second axis is the bits.
-        scale: of each group.
-        zero: what code is 0, of each group; the middle (`layout.CENTRES`) if None.
-        group_size: inputs a group, 32, 64 or 128.
-        dtype: of the result; x's if None.
+        weights: matrices in codes (without an `input_scale`, which is a factor of x). One that is
+            an array is multiplied as it is: put it beside others, where it costs no launch.
+        dtype: of the results; x's if None.
         implementation: "triton", "reference", or None for the first that takes the call.
+
+    Returns:
+        A product for each matrix.
 
     Raises:
         ExceptionGroup: no implementation takes the call, or the named one does not; it says why.
     """
-    return OPERATION(
-        x,
-        codes,
-        scale,
-        zero,
-        group_size=group_size,
-        dtype=jnp.dtype(dtype or x.dtype),
-        implementation=implementation,
-    )
+    return OPERATION(x, weights, dtype=jnp.dtype(dtype or x.dtype), implementation=implementation)

@@ -10,8 +10,8 @@ SOME_ROWS = 64
 UNPACKED_ROWS = 256
 # Units that are multiplied together by the kernel of some rows.
 BLOCK_UNITS = 4
-# Warps of one row's kernel on a multiprocessor: what keeps it busy, and what it holds at a time.
-LEAST_WARPS, MOST_WARPS = 6, 64
+# Warps of the kernel of few rows that keep a multiprocessor busy, and most outputs of a program.
+LEAST_WARPS, MOST_OUTPUTS = 6, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ class FewRows:
         num_warps: warps a program.
     """
 
-    outputs: int = 8
+    outputs: int = 4
     units: int = 64
     num_warps: int = 2
 
     @property
     def outputs_at_once(self) -> int:
-        """Outputs whose units are read at once."""
+        """Outputs whose units are read at once, by a thread each."""
         return 32 * self.num_warps // self.units
 
 
@@ -109,28 +109,36 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
     Args:
         cores: multiprocessors.
         rows: rows of x.
-        outputs: O.
+        outputs: of all matrices of the call.
         units: U.
         group_units: units a group.
     """
     if rows <= FEW_ROWS:
-        return _few_rows(cores, rows, outputs, units)
+        return _few_rows(cores, outputs, units)
     if rows <= SOME_ROWS:
         return _some_rows(rows, group_units)
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
 
 
-def _few_rows(cores: int, rows: int, outputs: int, units: int) -> FewRows:
-    """Many outputs a program, for which inputs are read once, but all multiprocessors at work.
+def without_codes(config: Config, rows: int) -> Config:
+    """The same cut for a matrix of numbers.
 
-    Threads hold all rows' inputs of their unit, so several rows leave room for fewer outputs. Where
-    programs come and go anyway, short ones read while others multiply.
+    Its bytes are several times those of codes, so that a program of few rows takes fewer outputs.
+    """
+    if isinstance(config, FewRows):
+        return dataclasses.replace(config, outputs=max(1, FEW_ROWS // rows))
+    return config
+
+
+def _few_rows(cores: int, outputs: int, units: int) -> FewRows:
+    """Some outputs a program, for which inputs are read once, but all multiprocessors at work.
+
+    More would read inputs less often, but in a model each launch is another kernel, whose
+    instructions multiprocessors fetch anew, at about 8 cycles each: long code takes its time.
     """
     width = min(128, _power_of_two(units))
     warps = max(1, width // 32)
-    count = 16 if rows == 1 else 8
-    if outputs * warps > count * MOST_WARPS * cores:
-        count = 4
+    count = MOST_OUTPUTS
     while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
         count //= 2
     return FewRows(max(count, 32 * warps // width), width, warps)

@@ -7,18 +7,23 @@ thread's values until their sums are added.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
-from .._compat import multiply_add, triton_call
+from .._compat import multiply_add
+from ..lanes import parts
+from . import uncoded
 from .config import FewRows
 from .layout import CENTRES, UNIT
-from .operands import Shape, iota, load, per_group, words
+from .operands import Shape, iota, load, words
+from .pieces import Piece, Share, chosen, launch
 from .unit import multiplied, offsets
 
 # So many inputs a thread reads at once: 16 bytes.
@@ -26,65 +31,101 @@ PIECE = 8
 UNROLLED = 2
 
 
-def product(
-    shape: Shape,
-    x: Float[Array, "M I"],
-    codes: UInt[Array, "O words"],
-    scale: Float[Array, "O J"],
-    zero: Float[Array, "O J"] | None,
-    config: FewRows,
-) -> Float[Array, "M O"]:
-    """See `api.dequant_matmul`."""
-    tile = config.outputs_at_once, config.units
-    count = config.outputs // tile[0]
-    steps = pl.cdiv(shape.units, config.units)
-    arrays = [x, codes, scale] + ([] if zero is None else [zero])
-    centre = CENTRES[shape.bits] if zero is None else 0.0
+def products(
+    x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[FewRows]
+) -> tuple[Float[Array, "M _O"], ...]:
+    """See `api.dequant_matmul`; warps are the same in all configurations."""
 
-    def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        first = pl.program_id(0) * config.outputs
+    def body(shares: Sequence[Share], index: int, _: Any, x_ref: Any) -> None:
+        product = _product if pieces[index].coded else uncoded.few_rows
+        product(shares, configs[index], x_ref)
 
-        def add(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            unit = step * tile[1] + iota(tile, 1)
-            outputs = [first + index * tile[0] + iota(tile, 0) for index in range(count)]
-            group = unit // shape.group_units
-            read = []
-            for output in outputs:
-                mask = shape.mask((config.outputs, tile[1]), output, unit)
-                numbers = [per_group(ref, output, group, mask) for ref in (scale_ref, *refs[:-1])]
-                read.append((words(shape, codes_ref, output, unit, mask), *numbers))
-            rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
-            starts = [_start(values, shape.bits, centre) for values in rows]
-            totals = [_sum(values) for values in rows] if zero is not None else []
-            found = []
-            for index, (codes, scales, *zeros) in enumerate(read):
-                products = [
-                    multiplied(codes, values, start)
-                    for values, start in zip(rows, starts, strict=True)
-                ]
-                for row, product in enumerate(products):
-                    if zeros:
-                        product = product - zeros[0] * totals[row]
-                    found.append(multiply_add(product, scales, sums[index * shape.rows + row]))
-            return tuple(found)
-
-        sums = (jnp.zeros(tile, jnp.float32),) * (count * shape.rows)
-        if steps <= UNROLLED:
-            for step in range(steps):
-                sums = add(step, sums)
-        else:
-            sums = jax.lax.fori_loop(0, steps, add, sums)
-        for row in range(shape.rows):
-            _store(shape, refs[-1], row, first, list(sums[row :: shape.rows]))
-
-    return triton_call(
-        kernel,
-        num_warps=config.num_warps,
+    shapes = [piece.shape for piece in pieces]
+    return launch(
+        body,
+        x,
+        pieces,
+        [config.outputs for config in configs],
+        [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],
+        alike=[
+            (shape.bits, shape.group_units, *(array.dtype for array in piece.arrays), config)
+            for shape, piece, config in zip(shapes, pieces, configs, strict=True)
+        ],
+        num_warps=configs[0].num_warps,
         num_stages=1,
         name="dequant_matmul_few_rows",
-        grid=(pl.cdiv(shape.outputs, config.outputs),),
-        out_shape=jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype),
-    )(*arrays)
+    )
+
+
+def _product(shares: Sequence[Share], config: FewRows, x_ref: Any) -> None:
+    """Outputs of one program.
+
+    Args:
+        shares: pieces of the same format; their arrays are codes, scales and perhaps zero points.
+        config: see there.
+        x_ref: rows.
+    """
+    shape = shares[0].shape
+    tile = config.outputs_at_once, config.units
+    steps = pl.cdiv(shape.units, config.units)
+    has_zero = len(shares[0].refs) > 2
+
+    def add(step: Any, sums: list[Array]) -> list[Array]:
+        # Codes first: they come from afar.
+        read = chosen(shares, functools.partial(_read, config, step))
+        rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
+        made = _products(shape.bits, has_zero, rows, read)
+        return [added + product for added, product in zip(sums, made, strict=True)]
+
+    sums = [jnp.zeros(tile, jnp.float32)] * (config.outputs // tile[0] * shape.rows)
+    if steps <= UNROLLED:
+        for step in range(steps):
+            sums = add(step, sums)
+    else:
+        sums = jax.lax.fori_loop(0, steps, add, sums)
+    for row in range(shape.rows):
+        own = sums[row :: shape.rows]
+        chosen(shares, lambda s, row=row, own=own: _store(s.shape, s.out_ref, row, s.first, own))
+
+
+def _read(config: FewRows, step: Any, share: Share) -> list[tuple[Any, ...]]:
+    """Words, scales and perhaps zero points of a tile of units of each output."""
+    shape, (codes_ref, *numbers) = share.shape, share.refs
+    tile = config.outputs_at_once, config.units
+    unit = step * tile[1] + iota(tile, 1)
+    group = unit // shape.group_units
+    found = []
+    for start in range(0, config.outputs, tile[0]):
+        output = share.first + start + iota(tile, 0)
+        mask = shape.mask((config.outputs, tile[1]), output, unit)
+        read = [load(ref, output, group, mask=mask) for ref in numbers]
+        found.append((words(shape, codes_ref, output, unit, mask), *read))
+    return found
+
+
+def _products(
+    bits: int, has_zero: bool, rows: list[list[Array]], read: list[tuple[Any, ...]]
+) -> list[Float[Array, "o u"]]:
+    """Products of units that were read, of each with all rows.
+
+    Args:
+        bits: of a code.
+        has_zero: whether groups have zero points.
+        rows: inputs of units, by value of a unit.
+        read: by `_read`.
+    """
+    centre = 0.0 if has_zero else CENTRES[bits]
+    starts = [start_of(values, bits, centre) for values in rows]
+    totals = [total(values) for values in rows] if has_zero else []
+    found = []
+    for codes, *numbers in read:
+        scales, *zeros = (number.astype(jnp.float32) for number in numbers)
+        for row, values in enumerate(rows):
+            product = multiplied(codes, values, starts[row])
+            if zeros:
+                product = product - zeros[0] * totals[row]
+            found.append(product * scales)
+    return found
 
 
 def _inputs(
@@ -110,20 +151,11 @@ def _inputs(
         elif shape.units % tile[1]:
             mask = unit < shape.units
         piece = load(x_ref, jnp.full(size, row, jnp.int32), column, mask=mask)
-        values += _parts(piece)
+        values += parts(piece)
     return [value.astype(jnp.float32) for value in values]
 
 
-def _parts(x: Array) -> list[Array]:
-    """Those along the last axis, whose size is a power of two, in order."""
-    if x.shape[-1] == 1:
-        return [x.reshape(x.shape[:-1])]
-    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    even, odd = (_parts(part) for part in jnp.unstack(pairs, axis=-1))
-    return [part for pair in zip(even, odd, strict=True) for part in pair]
-
-
-def _start(values: list[Array], bits: int, centre: float) -> Array:
+def start_of(values: list[Array], bits: int, centre: float) -> Array:
     """Where sums of products start: less what is on the values' way, and the centre of codes."""
     start = jnp.zeros_like(values[0])
     for value, offset in zip(values, offsets(bits), strict=True):
@@ -131,11 +163,12 @@ def _start(values: list[Array], bits: int, centre: float) -> Array:
     return start
 
 
-def _sum(values: list[Array]) -> Array:
-    total = values[0]
+def total(values: list[Array]) -> Array:
+    """Of all values of units."""
+    added = values[0]
     for value in values[1:]:
-        total = total + value
-    return total
+        added = added + value
+    return added
 
 
 def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) -> None:
@@ -148,7 +181,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
         first: output of the program.
         sums: for each of as many outputs as are met at once [outputs, units].
     """
-    together = sums[0][..., None] if len(sums) == 1 else _stacked(sums)
+    together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
     size = together.shape[0], len(sums)
     output = first + size[0] * iota(size, 1) + iota(size, 0)
     plt.store(
@@ -158,7 +191,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
     )
 
 
-def _stacked(arrays: list[Array]) -> Array:
+def stacked(arrays: list[Array]) -> Array:
     """Along a last axis, in order; as many as a power of two."""
     shape = arrays[0].shape
     while len(arrays) > 1:

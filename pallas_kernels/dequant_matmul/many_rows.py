@@ -8,28 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
 from .._compat import dot, triton_call
 from .config import ManyRows
-from .operands import Shape, above_zero, inputs_of, iota, per_group, words, x_tile
+from .operands import above_zero, inputs_of, iota, per_group, words, x_tile
+from .pieces import Piece
 from .unit import numbers
 
 
-def product(
-    shape: Shape,
-    x: Float[Array, "M I"],
-    codes: UInt[Array, "O words"],
-    scale: Float[Array, "O J"],
-    zero: Float[Array, "O J"] | None,
-    config: ManyRows,
-) -> Float[Array, "M O"]:
+def product(x: Float[Array, "M I"], piece: Piece, config: ManyRows) -> Float[Array, "M O"]:
     """See `api.dequant_matmul`."""
-    tile = config.rows, config.outputs
-    arrays = [x, codes, scale] + ([] if zero is None else [zero])
+    shape, tile = piece.shape, (config.rows, config.outputs)
 
     def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        zero_ref = None if zero is None else refs[0]
+        zero_ref = refs[0] if len(piece.arrays) > 2 else None
         # Programs that run together share a tile of weights, and the rows of x stay in the cache.
         row = pl.program_id(0) * tile[0] + jax.lax.iota(jnp.int32, tile[0])
         block = config.outputs, config.units
@@ -66,4 +59,4 @@ def product(
         name="dequant_matmul_many_rows",
         grid=(pl.cdiv(shape.rows, tile[0]), pl.cdiv(shape.outputs, tile[1])),
         out_shape=jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype),
-    )(*arrays)
+    )(x, *piece.arrays)

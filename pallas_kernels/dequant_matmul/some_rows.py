@@ -11,76 +11,114 @@ are summed is free, so the four threads of an output take a unit each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
-from .._compat import dot, triton_call
+from .._compat import dot
+from . import uncoded
 from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
 from .operands import Shape, above_zero, iota, per_group, words, x_tile
+from .pieces import Piece, Share, launch
 from .unit import centred, step
 
 BLOCK = BLOCK_UNITS * UNIT
 
 
-def product(
-    shape: Shape,
-    x: Float[Array, "M I"],
-    codes: UInt[Array, "O words"],
-    scale: Float[Array, "O J"],
-    zero: Float[Array, "O J"] | None,
-    config: SomeRows,
-) -> Float[Array, "M O"]:
-    """See `api.dequant_matmul`."""
-    # Outputs first: then what is decoded is multiplied as it lies in registers.
-    tile = config.outputs, config.rows
-    steps = pl.cdiv(shape.units, config.units)
-    share = pl.cdiv(steps, config.splits)
-    splits = pl.cdiv(steps, share)
-    arrays = [x, codes, scale] + ([] if zero is None else [zero])
-    dtype = shape.dtype if splits == 1 else jnp.float32
+def products(
+    x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[SomeRows]
+) -> tuple[Float[Array, "M _O"], ...]:
+    """See `api.dequant_matmul`; warps, stages and splits are the same in all configurations."""
+    splits, rows = configs[0].splits, configs[0].rows
+    shapes = [piece.shape for piece in pieces]
+    dtypes = [shape.dtype if splits == 1 else jnp.float32 for shape in shapes]
 
-    def kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *refs: Any) -> None:
-        zero_ref = None if zero is None else refs[0]
-        first, first_row, split = (pl.program_id(axis) for axis in range(3))
-        first, first_row = first * tile[0], first_row * tile[1]
-        ones = jnp.ones((tile[0], BLOCK), jnp.bfloat16)
-        count = jnp.minimum(share, steps - split * share)
-
-        def add(index: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
-            for block in range(config.blocks):
-                start = (split * share + index) * config.units + block * BLOCK_UNITS
-                codes = _codes(shape, config, codes_ref, first, start)
-                part = _inputs(shape, config, x_ref, first_row, start)
-                products = dot(codes, part.T)
-                sums = None if zero_ref is None else dot(ones, part.T)
-                total = total + _scaled(
-                    shape, config, products, sums, first, start, scale_ref, zero_ref
-                )
-            return total
-
-        total = jax.lax.fori_loop(0, count, add, jnp.zeros(tile, jnp.float32))
-        rows, columns = first_row + iota(tile, 1), first + iota(tile, 0)
+    def body(shares: Sequence[Share], index: int, ids: Any, x_ref: Any) -> None:
+        [share] = shares
+        shape, first, config, (row_tile, split) = share.shape, share.first, configs[index], ids
+        first_row = row_tile * rows
+        steps = pl.cdiv(shape.units, config.units)
+        count = pl.cdiv(steps, splits)
+        part = split * count, jnp.minimum(count, steps - split * count)
+        add = _product if pieces[index].coded else uncoded.some_rows
+        total = add(shape, config, first, first_row, part, x_ref, *share.refs)
+        tile = config.outputs, rows
+        output, row = first + iota(tile, 0), first_row + iota(tile, 1)
         plt.store(
-            refs[-1].at[split, rows, columns],
-            total.astype(dtype),
-            mask=(rows < shape.rows) & (columns < shape.outputs),
+            share.out_ref.at[jnp.full(row.shape, split, jnp.int32), row, output],
+            total.astype(dtypes[index]),
+            mask=(row < shape.rows) & (output < shape.outputs),
         )
 
-    parts = triton_call(
-        kernel,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+    parts = launch(
+        body,
+        x,
+        pieces,
+        [config.outputs for config in configs],
+        [
+            jax.ShapeDtypeStruct((splits, shape.rows, shape.outputs), dtype)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ],
+        alike=range(len(pieces)),
+        grid=(pl.cdiv(x.shape[0], rows), splits),
+        num_warps=configs[0].num_warps,
+        num_stages=configs[0].num_stages,
         name="dequant_matmul_some_rows",
-        grid=(pl.cdiv(shape.outputs, tile[0]), pl.cdiv(shape.rows, tile[1]), splits),
-        out_shape=jax.ShapeDtypeStruct((splits, shape.rows, shape.outputs), dtype),
-    )(*arrays)
-    return parts[0] if splits == 1 else jnp.sum(parts, axis=0).astype(shape.dtype)
+    )
+    if splits == 1:
+        return tuple(part[0] for part in parts)
+    return tuple(
+        jnp.sum(part, axis=0).astype(shape.dtype) for part, shape in zip(parts, shapes, strict=True)
+    )
+
+
+def _product(
+    shape: Shape,
+    config: SomeRows,
+    first: Any,
+    first_row: Any,
+    steps: tuple[Any, Any],
+    x_ref: Any,
+    codes_ref: Any,
+    scale_ref: Any,
+    zero_ref: Any = None,
+) -> Float[Array, "o m"]:
+    """Sums of one program over a range of units.
+
+    Args:
+        shape: of the piece.
+        config: see there.
+        first: output of the program.
+        first_row: row of it.
+        steps: first iteration and number of them, of `config.units` units each.
+        x_ref: rows.
+        codes_ref: words.
+        scale_ref: scales.
+        zero_ref: zero points.
+    """
+    # Outputs first: then what is decoded is multiplied as it lies in registers.
+    tile = config.outputs, config.rows
+    ones = jnp.ones((tile[0], BLOCK), jnp.bfloat16)
+
+    def add(index: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
+        for block in range(config.blocks):
+            start = (steps[0] + index) * config.units + block * BLOCK_UNITS
+            codes = _codes(shape, config, codes_ref, first, start)
+            part = _inputs(shape, config, x_ref, first_row, start)
+            products = dot(codes, part.T)
+            sums = None if zero_ref is None else dot(ones, part.T)
+            total = total + _scaled(
+                shape, config, products, sums, first, start, scale_ref, zero_ref
+            )
+        return total
+
+    return jax.lax.fori_loop(0, steps[1], add, jnp.zeros(tile, jnp.float32))
 
 
 def _codes(

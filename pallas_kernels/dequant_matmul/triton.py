@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Array, Float, UInt
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from .._compat import Target, current_target, triton_refusals
 from . import few_rows, many_rows, reference, some_rows, unpacked
-from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic
-from .layout import UNIT
-from .operands import Shape
-from .specs import RESULTS, SCALES
-
-PRODUCTS: dict[type[Config], Callable[..., Any]] = {
-    FewRows: few_rows.product,
-    SomeRows: some_rows.product,
-    ManyRows: many_rows.product,
-    Unpacked: unpacked.product,
-}
+from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic, without_codes
+from .pieces import Piece
+from .qtensor import QTensor
+from .specs import NUMBERS, RESULTS
 
 
-def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
+def refusals(target: Target, x: Any, weights: Any, *, dtype: Any) -> list[str]:
     """Why the kernels do not take a call; see `dispatch.Implementation`."""
-    reasons = triton_refusals(target) + reference.refusals(target, *arrays, **settings)
-    x, codes, scale, *rest = arrays
-    zero = rest[0] if rest else None
+    reasons = triton_refusals(target) + reference.refusals(target, x, weights, dtype=dtype)
     if str(x.dtype) != "bfloat16":
         reasons.append(f"x is {x.dtype}, not bfloat16")
-    for name, array in {"scale": scale, "zero": zero}.items():
-        if array is not None and str(array.dtype) not in SCALES:
-            reasons.append(f"{name} is {array.dtype}, not {' or '.join(SCALES)}")
-    if str(settings["dtype"]) not in RESULTS:
-        reasons.append(f"the result is {settings['dtype']}, not {' or '.join(RESULTS)}")
-    outputs, bits, units = codes.shape
-    rows = x.size // x.shape[-1]
-    sizes = {"x": x.size, "codes": outputs * bits * units, "the result": rows * outputs}
+    if str(dtype) not in RESULTS:
+        reasons.append(f"the result is {dtype}, not {' or '.join(RESULTS)}")
+    rows, sizes = x.size // x.shape[-1], {"x": x.size}
+    for index, weight in enumerate(weights):
+        name, parts = f"weights[{index}]", {"": weight}
+        if isinstance(weight, QTensor):
+            parts = {"scale of ": weight.scale, "zero of ": weight.zero}
+        for part, array in parts.items():
+            if array is not None and str(array.dtype) not in NUMBERS:
+                reasons.append(f"{part}{name} is {array.dtype}, not {' or '.join(NUMBERS)}")
+        words = weight.codes if isinstance(weight, QTensor) else weight
+        sizes |= {name: words.size, f"the result of {name}": rows * weight.shape[0]}
     for name, size in sizes.items():
         if size >= 2**31:
             reasons.append(f"{name} has {size} elements, 2^31 or more")
@@ -45,22 +41,75 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
 
 def dequant_matmul(
     x: Float[Array, "... I"],
-    codes: UInt[Array, "O Q U"],
-    scale: Float[Array, "O J"],
-    zero: Float[Array, "O J"] | None = None,
+    weights: tuple[Float[Array, "_O I"] | QTensor, ...],
     *,
-    group_size: int,
     dtype: Any,
     config: Config | None = None,
-) -> Float[Array, "... O"]:
-    """See `api.dequant_matmul`; `config` is the heuristic's if None, and its kind is the kernel."""
-    inputs, (outputs, bits, units) = x.shape[-1], codes.shape
+) -> tuple[Float[Array, "... _O"], ...]:
+    """See `api.dequant_matmul`; `config` is the heuristic's if None, and its kind is the kernel.
+
+    Of arrays, it is made to fit.
+    """
+    inputs = x.shape[-1]
     rows = x.size // inputs
-    shape = Shape(rows, inputs, outputs, bits, units, group_size // UNIT, dtype)
-    if config is None:
-        cores = current_target().cores
-        config = heuristic(cores, rows, outputs, units, shape.group_units)
-    product = PRODUCTS[type(config)]
-    flat = x.reshape(rows, inputs)
-    y = product(shape, flat, codes.reshape(outputs, -1), scale, zero, config)
-    return y.reshape(*x.shape[:-1], outputs)
+    pieces = [Piece.of(weight, rows, dtype) for weight in weights]
+    configs = _configs(pieces) if config is None else [config] * len(pieces)
+    configs = [
+        cut if piece.coded else without_codes(cut, rows)
+        for piece, cut in zip(pieces, configs, strict=True)
+    ]
+    flat, results = x.reshape(rows, inputs), {}
+    for together in _launches(configs):
+        chosen = [(pieces[index], configs[index]) for index in together]
+        results |= dict(zip(together, _products(flat, *zip(*chosen, strict=True)), strict=True))
+    return tuple(
+        results[index].reshape(*x.shape[:-1], piece.shape.outputs)
+        for index, piece in enumerate(pieces)
+    )
+
+
+def _configs(pieces: Sequence[Piece]) -> list[Config]:
+    """What suits each piece; of arrays what suits the codes beside them."""
+    cores, outputs = current_target().cores, sum(piece.shape.outputs for piece in pieces)
+    found = [
+        heuristic(cores, p.shape.rows, outputs, p.shape.units, p.shape.group_units) for p in pieces
+    ]
+    coded = [config for piece, config in zip(pieces, found, strict=True) if piece.coded]
+    return [
+        config if piece.coded else (coded or found)[0]
+        for piece, config in zip(pieces, found, strict=True)
+    ]
+
+
+def _launches(configs: Sequence[Config]) -> list[list[int]]:
+    """Which pieces are one launch: of few and of some rows, those whose programs are alike."""
+    found: dict[Any, list[int]] = {}
+    for index, config in enumerate(configs):
+        alike: Any = None, index
+        if isinstance(config, FewRows):
+            alike = config.num_warps
+        elif isinstance(config, SomeRows):
+            alike = config.rows, config.splits, config.num_warps, config.num_stages
+        found.setdefault(alike, []).append(index)
+    return list(found.values())
+
+
+def _products(
+    x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[Any]
+) -> Sequence[Float[Array, "M _O"]]:
+    """Products of one launch."""
+    if isinstance(configs[0], FewRows):
+        return few_rows.products(x, pieces, configs)
+    if isinstance(configs[0], SomeRows):
+        return some_rows.products(x, pieces, configs)
+    [piece], [config] = pieces, configs
+    if not piece.coded:
+        y = jnp.einsum(
+            "mi,oi->mo",
+            x.astype(piece.arrays[0].dtype),
+            *piece.arrays,
+            preferred_element_type=jnp.float32,
+        )
+        return [y.astype(piece.shape.dtype)]
+    product = {ManyRows: many_rows.product, Unpacked: unpacked.product}[type(config)]
+    return [product(x, piece, config)]

@@ -86,11 +86,18 @@ def numbers(
         offset: what the centre of the codes stands for; zero if None.
     """
     bits = len(words)
-    values = []
-    for value, above in zip(shifted_values(words), offsets(bits), strict=True):
-        code = value - jnp.float32(above + CENTRES[bits])
-        number = code * scales if offset is None else multiply_add(code, scales, offset)
-        values.append(number.astype(jnp.bfloat16))
+    # What the offsets add comes off in the same instruction. That is off by less than 1/4096 of a
+    # step, and 1/256 at 8 bits: little beside what is rounded off for bfloat16.
+    lower = {}
+    for above in set(offsets(bits)):
+        distance = jnp.full(scales.shape, -(above + CENTRES[bits]), jnp.float32)
+        lower[above] = (
+            distance * scales if offset is None else multiply_add(distance, scales, offset)
+        )
+    values = [
+        multiply_add(value, scales, lower[above]).astype(jnp.bfloat16)
+        for value, above in zip(shifted_values(words), offsets(bits), strict=True)
+    ]
     return joined(values)
 
 

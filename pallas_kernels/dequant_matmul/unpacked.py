@@ -7,36 +7,31 @@ are made part by part, so that no more than `PART_BYTES` are in bfloat16 at a ti
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
 from .config import Unpacked
 from .operands import Shape, above_zero, inputs_of, iota, per_group, words
+from .pieces import Piece
 from .unit import numbers
 
 PART_BYTES = 1 << 26
 
 
-def product(
-    shape: Shape,
-    x: Float[Array, "M I"],
-    codes: UInt[Array, "O words"],
-    scale: Float[Array, "O J"],
-    zero: Float[Array, "O J"] | None,
-    config: Unpacked,
-) -> Float[Array, "M O"]:
+def product(x: Float[Array, "M I"], piece: Piece, config: Unpacked) -> Float[Array, "M O"]:
     """See `api.dequant_matmul`."""
-    arrays = (codes, scale) if zero is None else (codes, scale, zero)
+    shape = piece.shape
     count = _outputs_of_a_part(shape, config)
 
     def part(first: Int[Array, ""]) -> Float[Array, "M o"]:
-        weight = _matrix(shape, first, count, arrays, config)
+        weight = matrix(piece, first, count, config)
         return jnp.einsum("mi,oi->mo", x, weight, preferred_element_type=shape.dtype)
 
     if count == shape.outputs:
@@ -56,22 +51,18 @@ def _outputs_of_a_part(shape: Shape, config: Unpacked) -> int:
     return min(shape.outputs, max(config.outputs, most))
 
 
-def _matrix(
-    shape: Shape,
-    first: Int[Array, ""],
-    count: int,
-    arrays: tuple[Array, ...],
-    config: Unpacked,
+def matrix(
+    piece: Piece, first: Int[Array, ""], count: int, config: Unpacked
 ) -> Float[Array, "o I"]:
     """Numbers of so many outputs from the first on, in bfloat16.
 
     Args:
-        shape: of the call.
+        piece: codes of all outputs.
         first: output.
         count: of outputs.
-        arrays: codes, scales and perhaps zero points of all outputs.
         config: see there.
     """
+    shape, arrays = piece.shape, piece.arrays
     block = config.outputs, config.units
     tile = config.outputs, inputs_of(config.units)
 
@@ -80,7 +71,7 @@ def _matrix(
             pl.program_id(axis) * size + iota(block, axis) for axis, size in enumerate(block)
         )
         output, group = first_ref[()] + row, unit // shape.group_units
-        mask = shape.mask(block, output, unit)
+        mask = dataclasses.replace(shape, outputs=count).mask(block, row, unit)
         scales = per_group(scale_ref, output, group, mask)
         offset = None
         if len(arrays) > 2:

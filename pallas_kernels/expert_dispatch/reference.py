@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import Target
 from ..dequant_matmul.qtensor import QTensor
+from .shared import SharedExpert
 
 GATHER_TOKENS = 64
 GATHER_SLOTS_AT_ONCE = 64
@@ -27,15 +28,36 @@ def expert_dispatch(
     weights: Float[Array, "M A"],
     gate_up_proj: Float[Array, "E F2 D"] | QTensor,
     down_proj: Float[Array, "E D F"] | QTensor,
+    shared: SharedExpert | None = None,
+    residual: Float[Array, "M D"] | None = None,
+    *,
+    inner_dtype: Any,
+    dtype: Any,
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`."""
+    x = x.astype(inner_dtype)
     few = x.shape[0] <= GATHER_TOKENS
     dispatch = _gather_experts if few else _sort_by_expert
-    return dispatch(x, ids, weights, gate_up_proj, down_proj).astype(x.dtype)
+    y = dispatch(x, ids, weights, gate_up_proj, down_proj)
+    if shared is not None:
+        y = y + _shared_expert(x, shared)
+    if residual is not None:
+        y = residual.astype(y.dtype) + y
+    return y.astype(dtype)
 
 
 def refusals(
-    target: Target, x: Any, ids: Any, weights: Any, gate_up_proj: Any, down_proj: Any
+    target: Target,
+    x: Any,
+    ids: Any,
+    weights: Any,
+    gate_up_proj: Any,
+    down_proj: Any,
+    shared: SharedExpert | None = None,
+    residual: Any = None,
+    *,
+    inner_dtype: Any,
+    dtype: Any,
 ) -> list[str]:
     """What gives a call no meaning; see `dispatch.Implementation`."""
     rows, width = gate_up_proj.shape[1], down_proj.shape[2]
@@ -50,6 +72,11 @@ def refusals(
             f"gate_up_proj has {rows} rows an expert; down_proj takes {width}, which needs "
             f"{2 * width}"
         )
+    if shared is not None:
+        reasons += shared.contradictions(x.shape[1])
+    for name, kind in (("inner_dtype", inner_dtype), ("dtype", dtype)):
+        if not jnp.issubdtype(kind, jnp.floating):
+            reasons.append(f"{name} is {kind}; accepted is floating point")
     return reasons
 
 
@@ -121,12 +148,31 @@ def _sort_by_expert(x, ids, weights, gate_up_proj, down_proj) -> Float[Array, "M
     return total
 
 
+def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array, "M D"]:
+    """Its output times its strength, in float32."""
+    gate, up = (
+        _product(x, weight).astype(x.dtype) for weight in (shared.gate_proj, shared.up_proj)
+    )
+    strength = jax.nn.sigmoid(_product(x, shared.gate))
+    y = _product(jax.nn.silu(gate) * up, shared.down_proj)
+    return jnp.broadcast_to(strength, y.shape) * y
+
+
+def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:
+    """Rows times a matrix, in float32."""
+    matrix = weight.dequantise(x.dtype) if isinstance(weight, QTensor) else weight.astype(x.dtype)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "mi,oi->mo", x, matrix, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
 def _some(
     weight: Float[Array, "E O I"] | QTensor, index: Int[Array, "..."], x: Float[Array, "..."]
 ) -> Float[Array, "... O I"]:
     """The matrices of some experts; codes of those alone become numbers, of x's dtype."""
     chosen = weight[index]
-    return chosen.dequantise(x.dtype) if isinstance(chosen, QTensor) else chosen
+    return chosen.dequantise(x.dtype) if isinstance(chosen, QTensor) else chosen.astype(x.dtype)
 
 
 def _gated(gate_up: Float[Array, "... F2"]) -> Float[Array, "... F"]:

@@ -23,7 +23,7 @@ def bench(
     recipe: Text = None,
     num_layers: MaybeWhole = None,
     max_model_len: MaybeWhole = None,
-    prefill_chunk_size: Whole = 512,
+    prefill_chunk_size: MaybeWhole = None,
     dtype: DType | None = None,
     implementation: Kernels | None = None,
     kv_cache_dtype: KVCacheDType = "auto",
@@ -45,11 +45,11 @@ def bench(
             q4, q8 or experts-only.
         num_layers: only so many layers of the model, from the first on; needs --dummy.
         max_model_len: tokens a row that the cache has room for; prompt and new tokens by default.
-        prefill_chunk_size: most prompt tokens a row in one forward pass (512 by default).
+        prefill_chunk_size: most prompt tokens a row in one forward pass (by default 512, and on a
+            GPU up to 8192, as its memory and the batch allow).
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
         implementation: run every operation so, or fail: reference (plain JAX) or triton (GPU
-            kernels, which experts have none of yet); by default each call runs on the first that
-            takes it.
+            kernels); by default each call runs on the first that takes it.
         kv_cache_dtype: int8 keeps keys and values as int8 codes; auto (the default) in the model's
             dtype.
         json: write one JSON object, fit to be kept.

@@ -23,7 +23,8 @@ class BenchRequest:
             folder's weights are what they are.
         num_layers: use only so many of the model's layers, from the first on; needs `dummy`.
         max_model_len: tokens a row that the cache has room for; prompt and generation if None.
-        prefill_chunk_size: most prompt tokens a row in one forward pass.
+        prefill_chunk_size: most prompt tokens a row in one forward pass; see `prefill_prompts` if
+            None.
         dtype: of weights and activations; the model's own if None, float32 on a CPU.
         implementation: "triton" or "reference" for every operation, or None for the first that
             takes each call.
@@ -43,7 +44,7 @@ class BenchRequest:
     recipe: str | None = None
     num_layers: int | None = None
     max_model_len: int | None = None
-    prefill_chunk_size: int = 512
+    prefill_chunk_size: int | None = None
     dtype: str | None = None
     implementation: str | None = None
     kv_cache_dtype: str | None = None

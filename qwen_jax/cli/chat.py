@@ -53,8 +53,7 @@ def chat(
         sampling: how to choose tokens.
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
         implementation: run every operation so, or fail: reference (plain JAX) or triton (GPU
-            kernels, which experts have none of yet); by default each call runs on the first that
-            takes it.
+            kernels); by default each call runs on the first that takes it.
         quiet: write nothing to standard error but errors and warnings.
     """
     notes = Notes(quiet=quiet)

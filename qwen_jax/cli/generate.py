@@ -51,8 +51,7 @@ def generate(
         sampling: how to choose tokens.
         dtype: of weights and activations; the model's own by default, float32 on a CPU.
         implementation: run every operation so, or fail: reference (plain JAX) or triton (GPU
-            kernels, which experts have none of yet); by default each call runs on the first that
-            takes it.
+            kernels); by default each call runs on the first that takes it.
         logprobs: report the log-probability of each new token (within --json, else on standard
             error).
         json: write one JSON object instead of the text.

@@ -86,8 +86,8 @@ class LimitFlags:
     Attributes:
         max_tokens: most new tokens.
         max_model_len: most tokens of prompt and output together; the model's own limit by default.
-        prefill_chunk_size: most prompt tokens in one forward pass (512 by default); memory grows
-            with it.
+        prefill_chunk_size: most prompt tokens in one forward pass (by default 512, and on a GPU up
+            to 8192, as its memory allows); memory grows with it.
         ignore_eos: go on through the model's end tokens.
         stop: end where this text would come; may be repeated.
         kv_cache_dtype: int8 keeps keys and values in about half the memory, slightly less exact;

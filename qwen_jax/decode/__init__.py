@@ -1,12 +1,13 @@
 """Prefill, decode step and decode loop: pure functions over a model and a cache, and drivers."""
 
-from .loop import decode_loop, start, stream
+from .loop import LOOP_OPTIONS, decode_loop, start, stream
 from .prompt import prefill_prompts
 from .sampling import SamplingOptions, SamplingParams, sample
 from .state import DecodeState, FinishReason, init_state
 from .step import StepOutput, decode_step, prefill
 
 __all__ = [
+    "LOOP_OPTIONS",
     "DecodeState",
     "FinishReason",
     "SamplingOptions",

@@ -13,11 +13,20 @@ from jaxtyping import Array, Int
 from ..cache import Cache
 from ..errors import CacheFullError
 from ..model import CausalLM, FlatModel, whole
+from .carry import Carry, Packing
 from .sampling import sample
 from .state import DecodeState, FinishReason, SampleRule, advance, init_state
 from .step import decode_step
 
 STEPS_BETWEEN_LOOKS = 16
+
+LOOP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+"""For `jax.jit(..., compiler_options=LOOP_OPTIONS)` around a decode loop: on an NVIDIA GPU the loop
+is one CUDA graph, whose predicate the device reads itself; by default XLA asks the host each step.
+Elsewhere it changes nothing. JAX takes such options for the outermost jit alone."""
 
 
 def decode_loop(
@@ -44,27 +53,34 @@ def decode_loop(
         State and cache. Look at `state.reason`: a row with CACHE_FULL ran out of blocks, one with
         NOT_FINITE met NaN or infinite logits; neither took a token then.
     """
-    limit = state.tokens.shape[1] if max_steps is None else max_steps
-    limit = jnp.asarray(limit, jnp.int32)
+    columns = state.tokens.shape[1]
+    limit = columns if max_steps is None else jnp.minimum(max_steps, columns)
+    # Each step gives each active row one token, so the counts tell how many steps there were.
+    last = state.count + limit
+    packing = Packing((state, cache), state.count.shape[0])
 
-    def goes_on(carry: tuple[DecodeState, Cache, Array]) -> Array:
-        state, _, steps = carry
-        return jnp.any(state.active) & (steps < limit)
+    def goes_on(carry: Carry) -> Array:
+        state, _ = packing.unpack(carry)
+        return jnp.any(state.active & (state.count < last))
 
-    def step(carry: tuple[DecodeState, Cache, Array]) -> tuple[DecodeState, Cache, Array]:
-        state, cache, steps = carry
+    def step(carry: Carry) -> Carry:
+        state, cache = packing.unpack(carry)
         output, cache = decode_step(model, cache, state.last, active=state.active)
-        return advance(state, output.logits, cache.overflow, sample), cache, steps + 1
+        return packing.pack((advance(state, output.logits, cache.overflow, sample), cache))
 
-    state, cache, _ = jax.lax.while_loop(goes_on, step, (state, cache, jnp.int32(0)))
-    return state, cache
+    return packing.unpack(jax.lax.while_loop(goes_on, step, packing.pack((state, cache))))
 
 
 start = jax.jit(init_state, static_argnames=("capacity", "sample"))
 """`init_state` compiled; give `capacity`, and arrays for the rest."""
 
 
-@functools.partial(jax.jit, static_argnames=("sample",), donate_argnames=("cache", "state"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("sample",),
+    donate_argnames=("cache", "state"),
+    compiler_options=LOOP_OPTIONS,
+)
 def run_steps(
     model: CausalLM | FlatModel,
     cache: Cache,

@@ -91,6 +91,14 @@ class SamplingOptions:
                 f"None"
             )
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the model's most likely token is taken, without penalties."""
+        plain = self.repetition_penalty == 1 and not (
+            self.presence_penalty or self.frequency_penalty
+        )
+        return plain and self.temperature == 0
+
     @classmethod
     def from_generation_config(cls, folder: str | Path) -> "SamplingOptions":
         """The `generation_config.json` of a folder; greedy where it says so or is absent.
@@ -192,8 +200,9 @@ def sample(logits: Float[Array, "B V"], state: "DecodeState") -> Int[Array, " B"
         logits: float32; ids beyond the tokenizer are already at -inf.
         state: supplies options, history and the number of tokens drawn so far.
     """
-    logits = jax.lax.cond(_any_penalty(state.sampling), penalise, _unchanged, logits, state)
-    return jax.lax.cond(jnp.any(state.sampling.temperature > 0), _draw, _greedy, logits, state)
+    if state.sampling is None:
+        return _greedy(logits, state)
+    return jax.lax.cond(_any_option(state.sampling), _draw, _greedy, logits, state)
 
 
 def _greedy(logits: Float[Array, "B V"], _: "DecodeState") -> Int[Array, " B"]:
@@ -202,7 +211,8 @@ def _greedy(logits: Float[Array, "B V"], _: "DecodeState") -> Int[Array, " B"]:
 
 def _draw(logits: Float[Array, "B V"], state: "DecodeState") -> Int[Array, " B"]:
     """A draw for the rows with a temperature, the most likely token for the others."""
-    params = state.sampling
+    params = _params(state)
+    logits = penalise(logits, state)
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(params.seed, state.count, logits.shape[1])
     drawn = jnp.argmax(keep_likely(logits, params) + noise, axis=-1).astype(jnp.int32)
     return jnp.where(params.temperature > 0, drawn, _greedy(logits, state))
@@ -213,21 +223,25 @@ def _gumbel(seed: Array, count: Array, size: int) -> Array:
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), (size,), jnp.float32)
 
 
-def _any_penalty(params: SamplingParams) -> Bool[Array, ""]:
+def _any_option(params: SamplingParams) -> Bool[Array, ""]:
+    """Whether any row asks for more than its most likely token."""
     return jnp.any(
-        (params.repetition_penalty != 1)
+        (params.temperature > 0)
+        | (params.repetition_penalty != 1)
         | (params.presence_penalty != 0)
         | (params.frequency_penalty != 0)
     )
 
 
-def _unchanged(logits: Float[Array, "B V"], _: "DecodeState") -> Float[Array, "B V"]:
-    return logits
+def _params(state: "DecodeState") -> SamplingParams:
+    if state.sampling is None:
+        raise RequestError("the state has no sampling options; give them to init_state")
+    return state.sampling
 
 
 def penalise(logits: Float[Array, "B V"], state: "DecodeState") -> Float[Array, "B V"]:
     """Repetition penalty over prompt and output; presence and frequency over the output alone."""
-    params = state.sampling
+    params = _params(state)
     repeat = params.repetition_penalty[:, None]
     seen = state.in_prompt | (state.occurrences > 0)
     scaled = jnp.where(logits > 0, logits / repeat, logits * repeat)
@@ -247,8 +261,11 @@ def keep_likely(logits: Float[Array, "B V"], params: SamplingParams) -> Float[Ar
     temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
     # From the largest logit down, so that a tiny temperature overflows to -inf and never to +inf.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
-    ranked, order = jax.lax.top_k(scaled, vocabulary)
-    rank = jnp.arange(vocabulary, dtype=jnp.int32)[None, :]
+    # By two keys, although one would do in a stable sort: XLA leaves one key to a library, which
+    # cannot be a part of a CUDA graph, and the whole decode loop would go through the host.
+    ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
+    falling, order = jax.lax.sort((-scaled, ids), dimension=1, num_keys=2)
+    ranked, rank = -falling, ids
     limit = jnp.where(params.top_k > 0, params.top_k, vocabulary)[:, None]
     ranked = jnp.where(rank < limit, ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -13,9 +12,12 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ..errors import RequestError
 from ..pytree import pytree
 from .sampling import SamplingOptions, SamplingParams, sample
+from .summary import summarise
 
 SampleRule = Callable[[Array, "DecodeState"], Array]
 """Your own rule: float32 logits [B, V] and the state -> int32 ids [B]. Pure and jittable."""
+
+_DEFAULT_RULE = sample
 
 
 class FinishReason(enum.IntEnum):
@@ -43,9 +45,9 @@ class DecodeState:
         stop_ids: int32 [n], ids that end a row.
         vocab_size: int32 [], ids from here on are never sampled: the head may be wider than the
             tokenizer.
-        sampling: options of each row.
+        sampling: options of each row; None if all rows are greedy, which a program then knows
+            when it is compiled.
         in_prompt: bool [B, V], tokens of the prompt, for the repetition penalty.
-        occurrences: int32 [B, V], how often each token was generated.
     """
 
     tokens: Array
@@ -56,14 +58,22 @@ class DecodeState:
     max_tokens: Array
     stop_ids: Array
     vocab_size: Array
-    sampling: SamplingParams
+    sampling: SamplingParams | None
     in_prompt: Array
-    occurrences: Array
 
     @property
     def active(self) -> Bool[Array, " B"]:
         """Rows that go on."""
         return self.reason == FinishReason.RUNNING
+
+    @property
+    def occurrences(self) -> Int[Array, "B V"]:
+        """How often each token was generated; counted anew at each look, since few look."""
+        rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in self.tokens.shape)
+        vocabulary = self.in_prompt.shape[1]
+        generated = jnp.where(columns[None, :] < self.count[:, None], self.tokens, vocabulary)
+        zeros = jnp.zeros((rows.shape[0], vocabulary), jnp.int32)
+        return zeros.at[rows[:, None], generated].add(1, mode="drop")
 
 
 def init_state(
@@ -99,8 +109,8 @@ def init_state(
     """
     batch, vocabulary = logits.shape
     _check_prompt(in_prompt, sampling, logits.shape)
-    if sampling is None or isinstance(sampling, SamplingOptions):
-        sampling = _same_for_all(sampling or SamplingOptions(), logits)
+    if isinstance(sampling, SamplingOptions):
+        sampling = _same_for_all(sampling, logits)
     if not isinstance(max_tokens, Tracer) and np.min(np.asarray(max_tokens)) < 1:
         raise RequestError(f"max_tokens is {max_tokens}; accepted is a whole number from 1 on")
     if capacity is None:
@@ -122,7 +132,6 @@ def init_state(
         vocab_size=jnp.asarray(vocabulary if vocab_size is None else vocab_size, jnp.int32),
         sampling=sampling,
         in_prompt=jnp.asarray(in_prompt, jnp.bool_),
-        occurrences=jnp.zeros((batch, vocabulary), jnp.int32),
     )
     return advance(state, logits, overflow, sample)
 
@@ -164,28 +173,38 @@ def advance(
             new one.
         sample: the sampling rule.
     """
-    batch, vocabulary = logits.shape
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    possible = jnp.arange(vocabulary, dtype=jnp.int32) < state.vocab_size
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    logits = jnp.where(possible[None, :], logits, -jnp.inf)
-    token = sample(logits, state)
-    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=1)[:, 0]
+    seen = summarise(logits, state.vocab_size)
+    if sample is _DEFAULT_RULE and state.sampling is None:
+        token, logprob = seen.best, -seen.log_sum
+    else:
+        possible = jnp.arange(logits.shape[1], dtype=jnp.int32) < state.vocab_size
+        logits = jnp.where(possible[None, :], logits, -jnp.inf)
+        token = sample(logits, state)
+        chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+        logprob = chosen - seen.largest - seen.log_sum
 
-    takes = state.active & ~overflow & finite
-    column = jnp.where(takes, state.count, state.tokens.shape[1])
+    takes = state.active & ~overflow & seen.finite
     count = state.count + takes.astype(jnp.int32)
-    stops = jnp.any(token[:, None] == state.stop_ids[None, :], axis=-1)
     reason = jnp.where(count >= state.max_tokens, FinishReason.LENGTH, FinishReason.RUNNING)
-    reason = jnp.where(stops, FinishReason.STOP, reason)
-    reason = jnp.where(finite, reason, FinishReason.NOT_FINITE)
+    reason = jnp.where(_among(token, state.stop_ids), FinishReason.STOP, reason)
+    reason = jnp.where(seen.finite, reason, FinishReason.NOT_FINITE)
     reason = jnp.where(overflow, FinishReason.CACHE_FULL, reason)
+    # A select over all columns: on a GPU one launch for both arrays, where scatters are four.
+    column = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
+    new = takes[:, None] & (column == state.count[:, None])
     return dataclasses.replace(
         state,
-        tokens=state.tokens.at[rows, column].set(token, mode="drop"),
-        logprobs=state.logprobs.at[rows, column].set(logprob, mode="drop"),
+        tokens=jnp.where(new, token[:, None], state.tokens),
+        logprobs=jnp.where(new, logprob[:, None], state.logprobs),
         count=count,
         last=jnp.where(takes, token, state.last),
         reason=jnp.where(state.active, reason, state.reason).astype(jnp.int32),
-        occurrences=state.occurrences.at[rows, token].add(takes.astype(jnp.int32)),
     )
+
+
+def _among(token: Int[Array, " B"], ids: Int[Array, " n"]) -> Bool[Array, " B"]:
+    """Whether a token is one of a few ids; comparisons alone, which join what is around them."""
+    found = jnp.zeros(token.shape, jnp.bool_)
+    for number in range(ids.shape[0]):
+        found |= token == ids[number]
+    return found

@@ -69,13 +69,15 @@ def prefill(
     blocks = dataclasses.replace(blocks, overflow=blocks.overflow | impossible)
     lengths = jnp.where(blocks.overflow, 0, lengths)
     output = model.forward(tokens, cache.layers, blocks.length, lengths, blocks.table)
-    hidden = output.hidden_states[-1]
-    if not all_logits:
+    residual = output.residual
+    if not all_logits and tokens.shape[1] == 1:
+        residual = residual[:, 0]
+    elif not all_logits:
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
-        hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+        residual = jnp.take_along_axis(residual, last, axis=1)[:, 0]
     blocks = dataclasses.replace(blocks, length=blocks.length + lengths)
     cache = dataclasses.replace(cache, blocks=blocks, layers=output.caches)
-    logits = model.logits(hidden)
+    logits = model.next_logits(residual)
     untaken = jnp.expand_dims(blocks.overflow, tuple(range(1, logits.ndim)))
     logits = jnp.where(untaken, jnp.nan, logits)
     return StepOutput(logits, output.captured(capture)), cache

@@ -162,7 +162,7 @@ def run_experts(
 
     zeros = jnp.zeros(rows.shape, jnp.float32)
     total, seen = jax.lax.scan(work, zeros, (up, down, strengths.T, scales))
-    return total.astype(dtype).reshape(x.shape), seen
+    return total.reshape(x.shape), seen
 
 
 def _plain(weight: Array | QTensor, dtype: Any) -> Array:

@@ -13,7 +13,7 @@ from pallas_kernels.flash_attention import flash_attention
 from ..cache import KVBlocks
 from ..config import QwenConfig
 from .chunk import Chunk
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, project_together
 
 
 class Attention(nnx.Module):
@@ -57,9 +57,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], cache: KVBlocks | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], KVBlocks | None]:
         batch, length, _ = x.shape
-        q = self.q_proj(x).reshape(batch, length, self.heads, -1)
-        k = self.k_proj(x).reshape(batch, length, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(batch, length, self.kv_heads, self.head_dim)
+        q, k, v = project_together(x, (self.q_proj, self.k_proj, self.v_proj))
+        q = q.reshape(batch, length, self.heads, -1)
+        k, v = (y.reshape(batch, length, self.kv_heads, self.head_dim) for y in (k, v))
         mixed, cache = self._mix(q, k, v, cache, chunk)
         if self.gated:
             mixed = mixed * jax.nn.sigmoid(q[..., self.head_dim :])

@@ -14,6 +14,7 @@ from ..cache import LayerCache
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
+from ..quant import QTensor
 from .attention import Attention
 from .chunk import Chunk
 from .delta_net import GatedDeltaNet
@@ -58,19 +59,21 @@ class DecoderLayer(nnx.Module):
         """The layer's output, its cache with the new tokens, its routing (None if dense)."""
         mixed, cache = self.mix(self.input_layernorm(x), cache, chunk)
         x, normal = self.post_attention_layernorm.after_adding(x, mixed)
-        fed, routing = self.feed(normal, mixed, chunk)
-        return x + fed.astype(x.dtype), cache, routing
+        x, routing = self.feed(x, normal, mixed, chunk)
+        return x, cache, routing
 
     def mix(self, x: Array, cache: Any, chunk: Chunk) -> tuple[Array, Any]:
         """The mixer: full attention or the gated delta net."""
         mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
         return mixer(x, cache, chunk)
 
-    def feed(self, x: Array, mixed: Array, chunk: Chunk) -> tuple[Array, Routing | None]:
-        """The feed-forward: dense or sparse."""
+    def feed(
+        self, x: Array, normal: Array, mixed: Array, chunk: Chunk
+    ) -> tuple[Array, Routing | None]:
+        """Feed forward what is normal, dense or sparse, and add."""
         if isinstance(self.mlp, SparseMoE):
-            return self.mlp(x, RouterContext(valid=chunk.valid, mixed=mixed))
-        return self.mlp(x), None
+            return self.mlp(normal, RouterContext(valid=chunk.valid, mixed=mixed), x)
+        return x + self.mlp(normal).astype(x.dtype), None
 
 
 @pytree
@@ -149,15 +152,26 @@ class CausalLM(nnx.Module):
         positions = jnp.where(offset < lengths[:, None], start[:, None] + offset, -1)
         chunk = Chunk(start, lengths, positions, rotary(self.config, positions), block_table)
         x = self.embed_tokens(jnp.where(chunk.valid, tokens, 0))
-        hidden, updated, routing = [x], [], {}
+        inputs, updated, routing = [], [], {}
         for i, layer in enumerate(self.layers):
+            inputs.append(x)
             x, cache, choice = layer(x, None if caches is None else caches[i], chunk)
-            hidden.append(x)
             updated.append(cache)
             if choice is not None:
                 routing[i] = choice
-        hidden[-1] = self.norm(x)
-        return ForwardOutput(tuple(hidden), None if caches is None else tuple(updated), routing)
+        updated = None if caches is None else tuple(updated)
+        return ForwardOutput(tuple(inputs), x, self.norm, updated, routing)
+
+    def next_logits(self, residual: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Final norm and head, on the residual stream behind the last layer; float32.
+
+        Equal to `logits(norm(residual))`, but the norm itself rounds to what the product reads.
+        """
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        weight = head.weight[...]
+        scaled = isinstance(weight, QTensor) and weight.input_scale is not None
+        dtype = "float32" if scaled else self.config.dtype
+        return self.logits(self.norm(residual, dtype))
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """The head on final hidden states; float32."""
@@ -173,11 +187,26 @@ class CausalLM(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
-    """Result of `CausalLM.forward`; unused parts cost nothing under jit."""
+    """Result of `CausalLM.forward`; unused parts cost nothing under jit.
 
-    hidden_states: tuple[Array, ...]
+    Attributes:
+        layer_inputs: float32 [B, T, D], what each layer read.
+        residual: float32 [B, T, D], what the last layer gave, in front of the final norm.
+        norm: the final norm.
+        caches: of each layer, with the new tokens; None without caches.
+        routing: see `ModelOutput`.
+    """
+
+    layer_inputs: tuple[Array, ...]
+    residual: Array
+    norm: RMSNorm
     caches: tuple[LayerCache, ...] | None
     routing: dict[int, Routing]
+
+    @property
+    def hidden_states(self) -> tuple[Array, ...]:
+        """See `ModelOutput`; the final norm runs at each look."""
+        return (*self.layer_inputs, self.norm(self.residual))
 
     def captured(self, capture: Capture) -> dict[int, Routing]:
         """The routing, as much of it as asked for."""
@@ -232,8 +261,9 @@ def _forward(
     model: CausalLM, tokens: Array, lengths: Array, capture: Capture, output_hidden_states: bool
 ) -> ModelOutput:
     output = model.forward(tokens, None, jnp.zeros_like(lengths), lengths)
+    states = output.hidden_states
     return ModelOutput(
-        model.logits(output.hidden_states[-1]),
+        model.logits(states[-1]),
         output.captured(capture),
-        output.hidden_states if output_hidden_states else None,
+        states if output_hidden_states else None,
     )

@@ -9,7 +9,7 @@ from pallas_kernels.delta_rule import gated_delta_rule
 from ..cache import RecurrentState, empty_recurrent
 from ..config import QwenConfig
 from .chunk import Chunk
-from .layers import GatedRMSNorm, Linear, parameter
+from .layers import GatedRMSNorm, Linear, parameter, project_together
 
 
 class ShortConvolution(nnx.Module):
@@ -44,10 +44,12 @@ class GatedDeltaNet(nnx.Module):
         self, x: Float[Array, "B T D"], cache: RecurrentState | None, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], RecurrentState | None]:
         state = empty_recurrent(self.config, x.shape[0]) if cache is None else cache
+        inputs = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        qkv, gate, b, a = project_together(x, inputs)
         mixed, conv, delta = gated_delta_rule(
-            self.in_proj_qkv(x),
-            self.in_proj_b(x),
-            self.in_proj_a(x),
+            qkv,
+            b,
+            a,
             self.conv1d.weight[...][:, 0],
             self.A_log[...],
             self.dt_bias[...],
@@ -57,6 +59,6 @@ class GatedDeltaNet(nnx.Module):
             chunk.lengths,
             implementation=self.config.implementation,
         )
-        gate = self.in_proj_z(x).reshape(mixed.shape)
-        y = self.out_proj(jnp.reshape(self.norm(mixed, gate), (*x.shape[:2], -1)))
+        normal = self.norm(mixed, gate.reshape(mixed.shape))
+        y = self.out_proj(jnp.reshape(normal, (*x.shape[:2], -1)))
         return y, None if cache is None else RecurrentState(conv, delta)

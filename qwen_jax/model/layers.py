@@ -6,7 +6,8 @@ be a `QTensor` in place of an array: layers go by what they find.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +49,9 @@ def project(
         if weight.input_scale is not None:
             scale = weight.input_scale.astype(jnp.float32)
             x = x.astype(jnp.float32) * jnp.broadcast_to(scale, x.shape)
-        return dequant_matmul(
-            x.astype(dtype),
-            weight.codes,
-            weight.scale,
-            weight.zero,
-            group_size=weight.group_size,
-            dtype=result,
-            implementation=implementation,
-        )
+            weight = dataclasses.replace(weight, input_scale=None)
+        x = x.astype(dtype)
+        return dequant_matmul(x, (weight,), dtype=result, implementation=implementation)[0]
     x = x.astype(weight.dtype)
     y = jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
     return y.astype(result or weight.dtype)
@@ -80,10 +75,40 @@ class Linear(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        y = project(x, self.weight[...], dtype=self.dtype, implementation=self.implementation)
-        if self.bias is None:
-            return y
-        return y + jnp.broadcast_to(self.bias[...], y.shape)
+        return self.shifted(
+            project(x, self.weight[...], dtype=self.dtype, implementation=self.implementation)
+        )
+
+    def shifted(self, y: Float[Array, "... o"]) -> Float[Array, "... o"]:
+        """Y + b."""
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+
+
+def project_together(
+    x: Float[Array, "... i"], linears: Sequence[Callable[[Array], Array]]
+) -> tuple[Float[Array, "... _o"], ...]:
+    """What linears of one dtype and implementation make of the same rows.
+
+    If some have codes, the products are one call. Left out of it, and called like any module, are
+    linears with an `input_scale`, whose rows are not the same, and whatever stands in a linear's
+    place to look at its rows or to change them.
+    """
+    together = [linear for linear in linears if _shares_rows(linear)]
+    weights = tuple(linear.weight[...] for linear in together)
+    if not any(isinstance(weight, QTensor) for weight in weights):
+        return tuple(linear(x) for linear in linears)
+    rows, implementation = x.astype(together[0].dtype), together[0].implementation
+    products = iter(dequant_matmul(rows, weights, implementation=implementation))
+    return tuple(
+        linear.shifted(next(products)) if _shares_rows(linear) else linear(x) for linear in linears
+    )
+
+
+def _shares_rows(linear: Any) -> TypeGuard[Linear]:
+    if type(linear) is not Linear:
+        return False
+    weight = linear.weight[...]
+    return not isinstance(weight, QTensor) or weight.input_scale is None
 
 
 class Embedding(nnx.Module):
@@ -111,7 +136,10 @@ class Embedding(nnx.Module):
 def _rows(table: Real[Array, "V *d"], tokens: Int[Array, "B T"]) -> Real[Array, "B T *d"]:
     """Rows of an array; NaN, or 0 for integers, where there is none."""
     fill = jnp.nan if jnp.issubdtype(table.dtype, jnp.floating) else 0
-    return table.at[tokens].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+    # Flat rows: XLA could move a transposition of the chosen ones to the whole table.
+    flat = table.reshape(table.shape[0], -1)
+    rows = flat.at[tokens].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+    return rows.reshape(*tokens.shape, *table.shape[1:])
 
 
 class RMSNorm(nnx.Module):
@@ -137,8 +165,12 @@ class RMSNorm(nnx.Module):
         self.implementation = implementation
         self.result = result
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return rms_norm(x, self.weight[...], **self._settings())
+    def __call__(
+        self, x: Float[Array, "... D"], result: DTypeLike | None = None
+    ) -> Float[Array, "... D"]:
+        """The norm, in the dtype `result` or else that of the module."""
+        settings: dict[str, Any] = self._settings() | {"dtype": result or self.result}
+        return rms_norm(x, self.weight[...], **settings)
 
     def after_adding(
         self, x: Float[Array, "... D"], y: Float[Array, "... D"]
@@ -184,4 +216,12 @@ class MLP(nnx.Module):
         self.down_proj = Linear(hidden, width, dtype, implementation=implementation)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.beside(x)[0]
+
+    def beside(
+        self, x: Float[Array, "... D"], *linears: Callable[[Array], Array]
+    ) -> tuple[Float[Array, "... _o"], ...]:
+        """The result, and those of further linears that read the same rows."""
+        inputs = self.gate_proj, self.up_proj, *linears
+        gate, up, *others = project_together(x, inputs)
+        return self.down_proj(jax.nn.silu(gate) * up), *others

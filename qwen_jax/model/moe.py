@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.expert_dispatch import expert_dispatch
+from pallas_kernels.expert_dispatch import SharedExpert, expert_dispatch
 
 from ..config import QwenConfig
 from .layers import MLP, Linear, parameter
@@ -23,14 +23,25 @@ class Experts(nnx.Module):
         self.gate_up_proj = parameter((experts, 2 * hidden, width), dtype)
         self.down_proj = parameter((experts, width, hidden), dtype)
 
-    def __call__(self, x: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        routing: Routing,
+        shared: SharedExpert | None = None,
+        residual: Float[Array, "B T D"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Float32: the weighted sum, what the shared expert adds if one is given, and residual."""
         tokens, slots = x.shape[0] * x.shape[1], routing.ids.shape[-1]
         mixed = expert_dispatch(
-            x.reshape(tokens, -1).astype(self.dtype),
+            x.reshape(tokens, -1),
             routing.ids.reshape(tokens, slots),
             routing.weights.reshape(tokens, slots),
             self.gate_up_proj[...],
             self.down_proj[...],
+            shared,
+            None if residual is None else residual.reshape(tokens, -1),
+            inner_dtype=self.dtype,
+            dtype="float32",
             implementation=self.implementation,
         )
         return mixed.reshape(x.shape)
@@ -39,7 +50,7 @@ class Experts(nnx.Module):
 class SparseMoE(nnx.Module):
     """Route, run the chosen experts, add the shared expert under its own gate.
 
-    Returns the routing beside the result.
+    Returns residual plus the result in float32, and the routing.
     """
 
     def __init__(self, config: QwenConfig, layer: int):
@@ -51,6 +62,7 @@ class SparseMoE(nnx.Module):
             config.num_experts_per_tok,
             dtype,
             renormalise=config.norm_topk_prob,
+            implementation=run,
         )
         hidden = config.width("moe_intermediate_size", layer)
         self.experts = Experts(config.num_experts, width, hidden, dtype, implementation=run)
@@ -58,12 +70,36 @@ class SparseMoE(nnx.Module):
         self.shared_expert_gate = Linear(width, 1, dtype, implementation=run) if shared else None
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: RouterContext
+        self, x: Float[Array, "B T D"], context: RouterContext, residual: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Routing]:
         experts = self.experts.gate_up_proj.shape[0]
-        routing = without_padding(self.gate(x, context), context.valid, experts)
+        routing = self.gate(x, context)
+        # The model's own has done this already, in the same launch.
+        if type(self.gate) is not TopKRouter:
+            routing = without_padding(routing, context.valid, experts)
+        shared = self._as_one_operation()
+        if type(self.experts) is Experts and (shared is not None or self.shared_expert is None):
+            return self.experts(x, routing, shared, residual), routing
         y = self.experts(x, routing)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            strength = jax.nn.sigmoid(self.shared_expert_gate(x))
-            y = y + jnp.broadcast_to(strength, x.shape) * self.shared_expert(x)
-        return y, routing
+            parts, gate = self.shared_expert, self.shared_expert_gate
+            own, strength = parts.beside(x, gate) if type(parts) is MLP else (parts(x), gate(x))
+            strength = jax.nn.sigmoid(strength.astype(jnp.float32))
+            y = y + jnp.broadcast_to(strength, own.shape) * own.astype(jnp.float32)
+        return residual + y, routing
+
+    def _as_one_operation(self) -> SharedExpert | None:
+        """The shared expert's weights, to be one more slot of the others.
+
+        None where there is none, where its weights are stored in a way that is not for one launch,
+        or where something stands in a module's place: it must see what the module would.
+        """
+        parts, gate = self.shared_expert, self.shared_expert_gate
+        if type(parts) is not MLP or type(self.experts) is not Experts:
+            return None
+        linears = [parts.gate_proj, parts.up_proj, parts.down_proj, gate]
+        if any(type(each) is not Linear for each in linears):
+            return None
+        gate_proj, up_proj, down_proj, weight = (linear.weight[...] for linear in linears)
+        shared = SharedExpert(gate_proj, up_proj, down_proj, weight)
+        return None if shared.oddities() else shared

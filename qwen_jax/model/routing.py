@@ -6,10 +6,11 @@ Statistics and further routers live in `qwen_jax.research`.
 import dataclasses
 from typing import Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.router import router
 
 from ..pytree import pytree
 from .layers import parameter
@@ -64,23 +65,36 @@ class Router(Protocol):
 class TopKRouter(nnx.Module):
     """Softmax over all experts in float32, the k largest, renormalised if the model does so.
 
-    Equal scores go to the lower id.
+    Equal scores go to the lower id. Slots of padding are empty.
     """
 
-    def __init__(self, width: int, experts: int, chosen: int, dtype: str, *, renormalise: bool):
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        chosen: int,
+        dtype: str,
+        *,
+        renormalise: bool,
+        implementation: str | None,
+    ):
         self.weight = parameter((experts, width), dtype)
         self.chosen = chosen
         self.renormalise = renormalise
+        self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
-        weight = self.weight[...].astype(jnp.float32)
-        logits = jnp.einsum(
-            "btd,ed->bte", x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST
+        batch, tokens, width = x.shape
+        flat = router(
+            x.reshape(-1, width),
+            self.weight[...],
+            valid=context.valid.reshape(-1),
+            slots=self.chosen,
+            renormalise=self.renormalise,
+            implementation=self.implementation,
         )
-        weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.chosen)
-        if self.renormalise:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return Routing(ids.astype(jnp.int32), weights, logits)
+        ids, weights, logits = (array.reshape(batch, tokens, -1) for array in flat)
+        return Routing(ids, weights, logits)
 
 
 def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -> Routing:

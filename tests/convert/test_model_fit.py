@@ -22,7 +22,7 @@ def test_every_window_is_seen_and_none_that_is_held_out():
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])
-def test_what_codes_miss_and_what_they_clip(fast_compile, asymmetric):
+def test_what_codes_miss_and_what_they_clip(asymmetric):
     random = np.random.default_rng(2)
     values = random.integers(0, 8, (2, 3, 40)).astype(np.uint8)
     scale = random.uniform(0.5, 1, (2, 3, 2)).astype(np.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._compat import H200, Target, lower_for_cuda
+from pallas_kernels._compat import H200, Target
 from pallas_kernels.dequant_matmul import (
     api,
     dequant_matmul,
@@ -27,56 +27,10 @@ from pallas_kernels.dequant_matmul.config import (
     Unpacked,
     heuristic,
 )
-from pallas_kernels.dequant_matmul.specs import SPECS, Spec
+from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.dequant_matmul.specs import SPECS, Matrix
 from pallas_kernels.testing import interpreted, norm_error
-
-
-@functools.cache
-def drawn(spec: Spec) -> tuple[list[jax.Array | None], np.ndarray]:
-    """Arrays of a call, and the product in float64. Bits behind the last input are ones."""
-    rng = np.random.default_rng(spec.outputs)
-    _, codes, scale, _ = spec.arguments()
-    values = rng.integers(0, 2**spec.bits, (spec.outputs, spec.inputs))
-    tail = ((0, 0), (0, -spec.inputs % layout.UNIT))
-    packed = layout.pack(np.pad(values, tail, constant_values=2**spec.bits - 1), spec.bits)
-    assert packed.shape == codes.shape
-    x = jnp.asarray(rng.standard_normal((spec.rows, spec.inputs)), jnp.bfloat16)
-    scales = jnp.asarray(rng.uniform(0.1, 3, scale.shape) * rng.choice((-1, 1), scale.shape))
-    scales = scales.astype(scale.dtype)
-    zero = None
-    if spec.zero:
-        zero = jnp.asarray(rng.uniform(0, 2**spec.bits, scale.shape), scale.dtype)
-
-    def wide(x):
-        return np.repeat(np.asarray(x, np.float64), spec.group_size, axis=1)[:, : spec.inputs]
-
-    weight = values - (layout.CENTRES[spec.bits] if zero is None else wide(zero))
-    expected = np.asarray(x, np.float64) @ (weight * wide(scales)).T
-    return [x, jnp.asarray(packed), scales, zero], expected
-
-
-def bar(spec: Spec) -> float:
-    """Greatest acceptable error: weights are rounded to bfloat16 from 65 rows on."""
-    own = 3e-4 if spec.rows <= 64 else 3e-3
-    return own + (2e-3 if spec.result == "bfloat16" else 0)
-
-
-def check(spec: Spec, implementation: str | None, config=None):
-    arrays, expected = drawn(spec)
-    run = functools.partial(api.OPERATION, implementation=implementation, **spec.settings())
-    if config is not None:
-        run = functools.partial(triton.dequant_matmul, config=config, **spec.settings())
-    y = jax.jit(run)(*arrays)
-    assert y.dtype == spec.result
-    assert y.shape == expected.shape
-    assert norm_error(y, expected) < bar(spec)
-
-
-def small(rows: int, bits: int, group_size: int, **more) -> Spec:
-    """A call whose sizes are multiples of nothing."""
-    more = {"result": "float32"} | more
-    return Spec(rows, more.pop("outputs", 37), more.pop("inputs", 300), bits, group_size, **more)
-
+from tests.pallas_kernels.coded_products import check, drawn, launches, small
 
 CASES = {
     "1 row": small(1, 3, 32),
@@ -149,6 +103,7 @@ def test_a_large_matrix_is_made_part_by_part(monkeypatch):
     assert max(int(outputs) for outputs in made if outputs != "66") == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tiles(name):
     with interpreted():
@@ -182,12 +137,11 @@ def test_kernel_on_a_gpu_equals_the_formula(name):
 def test_leading_axes_are_kept_and_nothing_mixes(rows):
     """NaN in one row of inputs and in one scale; an output whose scales are zero is zero."""
     spec = small(rows, 3, 32, inputs=96, zero=True)
-    (x, codes, scale, zero), _ = drawn(spec)
-    x, scale = x.at[1, 5].set(jnp.nan), scale.at[3, 1].set(jnp.nan).at[7].set(0)
+    (x, (weight,)), _ = drawn(spec)
+    x, scale = x.at[1, 5].set(jnp.nan), weight.scale.at[3, 1].set(jnp.nan).at[7].set(0)
+    weight = dataclasses.replace(weight, scale=scale)
     with interpreted(cores=37):
-        y = dequant_matmul(
-            x[None, :, None], codes, scale, zero, group_size=32, implementation="triton"
-        )
+        [y] = dequant_matmul(x[None, :, None], (weight,), implementation="triton")
     assert y.shape == (1, rows, 1, 37)
     assert y.dtype == jnp.bfloat16
     wide = np.asarray(y[0, :, 0], np.float64)
@@ -195,7 +149,7 @@ def test_leading_axes_are_kept_and_nothing_mixes(rows):
     lost[1], lost[:, 3] = True, True
     np.testing.assert_array_equal(np.isnan(wide), lost)
     assert not wide[~lost[:, 7], 7].any()
-    expected = np.where(np.arange(37) == 7, 0, drawn(spec)[1])
+    expected = np.where(np.arange(37) == 7, 0, drawn(spec)[1][0])
     assert norm_error(np.where(lost, 0, wide), np.where(lost, 0, expected)) < 6e-3
 
 
@@ -206,9 +160,12 @@ def test_gradient_of_the_kernel(check_gradient, normal):
     x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
 
     def function(scale, zero):
-        settings = {"group_size": 32, "dtype": "float32", "implementation": "triton"}
+        weight = QTensor(codes, scale, zero, None, 40, 32)
         with interpreted():
-            return dequant_matmul(jnp.asarray(x, jnp.bfloat16), codes, scale, zero, **settings)
+            [y] = dequant_matmul(
+                jnp.asarray(x, jnp.bfloat16), (weight,), dtype="float32", implementation="triton"
+            )
+        return y
 
     def oracle(scale, zero):
         scale, zero = (np.repeat(z, 32, axis=1)[:, :40] for z in (scale, zero))
@@ -218,30 +175,37 @@ def test_gradient_of_the_kernel(check_gradient, normal):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_kernel_lowers_for_cuda(name):
-    spec = SPECS[name]
-
-    def call(*arrays):
-        return api.OPERATION(*arrays, implementation="triton", **spec.settings())
-
-    assert lower_for_cuda(call, *spec.arguments()).count("xla.gpu.triton") == 1
+def test_a_call_lowers_for_cuda_as_one_launch(name):
+    assert launches(SPECS[name]) == 1
 
 
-def choose(spec=SPECS["16 rows, 12288x2048"], target=H200, settings=None, places=None, **changes):
-    spec = dataclasses.replace(spec, **changes)
-    arrays = list(spec.arguments())
-    for place, array in (places or {}).items():
-        arrays[place] = jax.ShapeDtypeStruct(*array)
-    settings = spec.settings() | (settings or {})
-    return api.OPERATION.choose(*arrays, implementation=None, target=target, **settings)
+MATRIX = Matrix(12288)
+
+
+def choose(
+    matrix=MATRIX,
+    rows=16,
+    inputs=2048,
+    x="bfloat16",
+    dtype="bfloat16",
+    target=H200,
+    **parts,
+):
+    """What takes a call with one matrix and a plain one; `parts` are others of the first one."""
+    weight = matrix.array(inputs)
+    parts = {name: jax.ShapeDtypeStruct(*part) if part else None for name, part in parts.items()}
+    weights = dataclasses.replace(weight, **parts), Matrix(1, 16).array(inputs)
+    settings = {"implementation": None, "target": target, "dtype": jnp.dtype(dtype)}
+    x = jax.ShapeDtypeStruct((rows, inputs), x)
+    return api.OPERATION.choose(x, weights, **settings)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"bits": 4, "group_size": 32, "zero": True, "scale": "float32", "result": "float32"},
-        {"bits": 8, "inputs": 1},
+        {"matrix": Matrix(12288, 4, 32, True, "float32"), "dtype": "float32"},
+        {"matrix": Matrix(12288, 8), "inputs": 1},
         {"target": Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))},
     ],
 )
@@ -253,12 +217,15 @@ def test_a_gpu_takes_the_kernel(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"scale": "float16"}, "scale is float16, not bfloat16 or float32"),
-        ({"scale": "float16", "zero": True}, "zero is float16"),
-        ({"result": "float16"}, "the result is float16"),
-        ({"places": {0: ((16, 2048), "float32")}}, "x is float32, not bfloat16"),
+        (
+            {"scale": ((12288, 16), "float16")},
+            "scale of weights[0] is float16, not bfloat16 or float32",
+        ),
+        ({"zero": ((12288, 16), "float16")}, "zero of weights[0] is float16"),
+        ({"dtype": "float16"}, "the result is float16"),
+        ({"x": "float32"}, "x is float32, not bfloat16"),
         ({"rows": 2**20}, "x has 2147483648 elements, 2^31 or more"),
-        ({"rows": 2**18}, "the result has 3221225472 elements"),
+        ({"rows": 2**18}, "the result of weights[0] has 3221225472 elements"),
         ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
     ],
 )
@@ -271,27 +238,28 @@ def test_refusals_of_the_kernel(changes, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"bits": 5}, "codes have 5 words for 32 values; accepted is 3, 4 or 8"),
         (
-            {"places": {1: ((12288, 3, 65), "uint32")}},
-            "codes have 65 units of 32 values a row; 2048 inputs need 64",
+            {"codes": ((12288, 5, 64), "uint32")},
+            "weights[0]: codes have 5 words for 32 values in groups of 128; accepted are (3, 4, 8)",
         ),
         (
-            {"places": {2: ((12288, 15), "bfloat16")}},
-            "scale has 15 groups a row; 2048 inputs in groups of 128 need 16",
+            {"codes": ((12288, 3, 65), "uint32")},
+            "codes is uint32[12288, 3, 65]; 2048 inputs in groups of 128 need uint32[12288, 3, 64]",
         ),
-        ({"settings": {"group_size": 16}}, "group_size is 16; accepted is 32, 64 or 128"),
-        ({"settings": {"dtype": jnp.dtype("int8")}}, "dtype is int8; accepted is floating point"),
-        ({"places": {1: ((12288, 3, 64), "int32")}}, "codes is int32; accepted is uint32"),
-        ({"places": {2: ((12, 16), "bfloat16")}}, "scale is [O J] = [12, 16], but O is 12288"),
-        ({"places": {3: ((12288, 8), "bfloat16")}}, "zero is [O J] = [12288, 8], but J is 16"),
+        ({"scale": ((12288, 15), "bfloat16")}, "need floating[12288, 16]"),
+        ({"matrix": Matrix(12288, 3, 16)}, "in groups of 16; accepted are"),
+        ({"dtype": "int8"}, "dtype is int8; accepted is floating point"),
+        ({"codes": ((12288, 3, 64), "int32")}, "codes is int32[12288, 3, 64]; 2048 inputs"),
+        ({"scale": ((12, 16), "bfloat16")}, "scale is bfloat16[12, 16]; 2048 inputs"),
+        ({"zero": ((12288, 8), "bfloat16")}, "zero is bfloat16[12288, 8]; 2048 inputs"),
+        ({"input_scale": ((2048,), "float32")}, "weights[0] has an input_scale"),
     ],
 )
 def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
     choice = choose(**changes)
     assert choice.chosen is None
     for said in choice.refused.values():
-        assert any(reason in text for text in said)
+        assert any(reason in text for text in said), said
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,14 @@ def test_empty_slots_may_hold_anything(tokens):
     assert not wanted[1].any()
 
 
+@pytest.mark.parametrize("tokens", [3, 65])
+def test_the_sum_is_added_to_the_residual(tokens):
+    layer = Layer.random(tokens)
+    residual = np.random.default_rng(6).standard_normal((tokens, WIDTH)).astype(np.float32)
+    wanted = residual + np.asarray(run(*layer.values()))
+    np.testing.assert_allclose(run(*layer.values(), None, residual), wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_both_ways_agree_at_their_border():
     layer = Layer.random(GATHER_TOKENS + 1)
     many = np.asarray(run(*layer.values()))

@@ -316,6 +316,8 @@ def test_logits_that_are_not_finite_are_an_error(model, tokenizer, ids):
 
 def test_nothing_is_compiled_twice(model, tokenizer, greedy):
     qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW)
+    qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW, sampling=HOT)
+    qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW, sampling=HOT)
     before = compile_seconds()
     for prompt, options in ((TEXTS[1], HOT), ([1] * 16, None), ("a", None), ([5] * 9, HOT)):
         qwen_jax.generate(model, tokenizer, prompt, max_tokens=NEW, sampling=options)

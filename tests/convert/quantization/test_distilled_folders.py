@@ -28,8 +28,6 @@ from tests.convert import sources
 from tests.convert.quantization import models
 from tests.convert.sources import Shell
 
-pytestmark = pytest.mark.usefixtures("fast_compile_all")
-
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 # Three bits for what a prediction hangs on, with and without zero points.
 RULES: list[dict[str, Any]] = [

@@ -25,7 +25,7 @@ FIELDS = {field.name for field in dataclasses.fields(SamplingOptions)}
 FOUR = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
 
 # One shape for almost everything here: each further one compiles for a second or two.
-ROWS, VOCABULARY = 6, 50
+ROWS, VOCABULARY, CAPACITY = 6, 50, 40
 
 Options = SamplingOptions | Sequence[SamplingOptions]
 History = Sequence[Sequence[int]]
@@ -55,23 +55,24 @@ def state_for(
     """The state before a draw, of rows with this history; rows without options are greedy."""
     given = [options] * rows if isinstance(options, SamplingOptions) else list(options)
     given += [SamplingOptions()] * (rows - len(given))
-    seen, made = (np.zeros((rows, VOCABULARY), np.int32) for _ in range(2))
-    for target, histories in ((seen, prompt), (made, output)):
-        for row, ids in enumerate(histories):
-            np.add.at(target[row], list(ids), 1)
+    seen = np.zeros((rows, VOCABULARY), np.bool_)
+    for row, ids in enumerate(prompt):
+        seen[row, list(ids)] = True
+    made, count = np.zeros((rows, CAPACITY), np.int32), np.zeros(rows, np.int32)
+    for row, ids in enumerate(output):
+        made[row, : len(ids)], count[row] = ids, len(ids)
     zeros = jnp.zeros((rows,), jnp.int32)
     return DecodeState(
-        tokens=jnp.zeros((rows, 8), jnp.int32),
-        logprobs=jnp.zeros((rows, 8), jnp.float32),
-        count=jnp.asarray(made.sum(-1, dtype=np.int32)),
+        tokens=jnp.asarray(made),
+        logprobs=jnp.zeros((rows, CAPACITY), jnp.float32),
+        count=jnp.asarray(count),
         last=zeros,
         reason=zeros,
         max_tokens=zeros + 100,
         stop_ids=jnp.zeros((0,), jnp.int32),
         vocab_size=jnp.asarray(VOCABULARY, jnp.int32),
         sampling=SamplingParams.stack(given),
-        in_prompt=jnp.asarray(seen > 0),
-        occurrences=jnp.asarray(made),
+        in_prompt=jnp.asarray(seen),
     )
 
 
@@ -282,8 +283,8 @@ def test_draws_follow_the_probabilities(over):
         state_for(SamplingOptions()),
         sampling=dataclasses.replace(sampling, seed=jnp.asarray(seed.astype(np.uint32))),
         count=jnp.asarray(count.astype(np.int32)),
+        tokens=jnp.zeros((draws, 1), jnp.int32),
         in_prompt=jnp.zeros((draws, 6), jnp.bool_),
-        occurrences=jnp.zeros((draws, 6), jnp.int32),
     )
     drawn = jit_sample(jnp.repeat(jnp.asarray(logits)[None], draws, axis=0), state)
     counts = np.bincount(np.asarray(drawn), minlength=6)

@@ -11,7 +11,7 @@ import pytest
 
 from qwen_jax import CausalLM, init_cache, prefill, prefill_prompts
 from qwen_jax.cache import Cache, KVBlocks
-from qwen_jax.decode.prompt import run_prefill
+from qwen_jax.decode.prompt import TOKEN_BYTES, default_chunk_size, run_prefill
 from qwen_jax.errors import CacheFullError, RequestError
 from tests.qwen_jax.decode.texts import (
     BAR,
@@ -175,6 +175,17 @@ def test_prompts_that_cannot_be_entered_are_refused(
     with pytest.raises(error, match=message):
         prefill_prompts(tiny, cache, prompts, **options)
     assert not cache.length.is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("rows", "gigabytes", "size"),
+    [(1, None, 512), (1, 141, 8192), (8, 141, 1024), (64, 141, 512), (1, 24, 2048), (4, 2, 512)],
+)
+def test_chunks_follow_the_memory(rows, gigabytes, size):
+    memory = None if gigabytes is None else gigabytes * 10**9
+    assert default_chunk_size(rows, memory) == size
+    if size > 512:
+        assert rows * size * TOKEN_BYTES <= memory / 64
 
 
 @pytest.mark.parametrize("option", ["padding", "capture"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels._compat import H200, targeting
 from pallas_kernels.dequant_matmul.layout import unpack
+from pallas_kernels.dispatch import recording
 from qwen_jax import CausalLM, QwenConfig, init_cache
 from qwen_jax.decode import decode_step, prefill
 from qwen_jax.errors import RequestError
-from qwen_jax.model import FlatModel, initialise
-from qwen_jax.quant import QTensor, Recipe, Rule, WeightFormat
+from qwen_jax.model import FlatModel, abstract_model, initialise, parameter_shapes
+from qwen_jax.model.layers import project_together
+from qwen_jax.quant import QTensor, Recipe, Rule, WeightFormat, scheme_of
 from tests.qwen_jax.coded_folder import coded_model
 
 # Sizes that are multiples neither of a unit nor of a group.
@@ -50,7 +54,8 @@ MIXED = Recipe(
         Rule("*.experts.gate_up_proj", WeightFormat(3, 64)),
         Rule("*.experts.down_proj", WeightFormat(4, 32, symmetric=False)),
         Rule("*.self_attn.?_proj.weight", WeightFormat(3, 32, symmetric=False)),
-        Rule("*.linear_attn.*_proj*.weight", WeightFormat(4, 32)),
+        Rule("*.linear_attn.in_proj_[qz]*.weight", WeightFormat(4, 32)),
+        Rule("*.linear_attn.out_proj.weight", WeightFormat(4, 32)),
         Rule("*.shared_expert.*_proj.weight", WeightFormat(8, 32)),
         Rule("*.mlp.*_proj.weight", WeightFormat(3, 32)),
         Rule("lm_head.weight", WeightFormat(8, 64, symmetric=False)),
@@ -59,8 +64,12 @@ MIXED = Recipe(
 )
 
 
+# Share their input with others, and are one product with those of them that have no factors.
+TOGETHER = ("q_proj", "k_proj", "in_proj_qkv", "gate_proj")
+
+
 def coded(config: QwenConfig, recipe: Recipe = MIXED) -> CausalLM:
-    """A random model in codes, with factors of inputs in all matrices but one."""
+    """A random model in codes, with factors of inputs in some matrices."""
     model, random = coded_model(recipe, config), np.random.default_rng(2)
     state = nnx.state(model)
     for path, variable in nnx.to_flat_state(state):
@@ -68,11 +77,9 @@ def coded(config: QwenConfig, recipe: Recipe = MIXED) -> CausalLM:
         if isinstance(value, QTensor):
             columns = (*value.shape[:-2], value.inputs)
             factor = jnp.asarray(random.uniform(0.5, 2, columns), jnp.float32)
-            variable.set_value(
-                dataclasses.replace(
-                    value, input_scale=factor if path[-1] != "gate_up_proj" else None
-                )
-            )
+            if path[-1] == "gate_up_proj" or path[-2] in TOGETHER:
+                factor = None
+            variable.set_value(dataclasses.replace(value, input_scale=factor))
     nnx.update(model, state)
     return model
 
@@ -120,7 +127,7 @@ def tokens() -> np.ndarray:
 def test_logits_are_those_of_the_numbers(tokens):
     model = coded(QwenConfig.from_hf(CONFIG))
     kinds = [type(v.get_value()) for _, v in nnx.to_flat_state(nnx.state(model))]
-    assert kinds.count(QTensor) == 2 + 4 + 5 + 2 * 5
+    assert kinds.count(QTensor) == 2 + 4 + 3 + 2 * 5
 
     actual = run(model, tokens)
 
@@ -144,13 +151,46 @@ def test_a_tied_head_and_biases(tokens):
         "dtype": "float32",
     }
     model = coded(QwenConfig.from_hf(config))
-    bias = model.layers[0].self_attn.q_proj.bias
-    assert bias is not None
-    bias.set_value(jnp.arange(72, dtype=jnp.float32) / 50)
+    for name, factor in (("q_proj", 0.02), ("k_proj", -0.1)):
+        bias = getattr(model.layers[0].self_attn, name).bias
+        bias.set_value(jnp.arange(bias.shape[0], dtype=jnp.float32) * factor)
 
     actual, wanted = (np.asarray(each(tokens[:, :9]).logits) for each in (model, plain(model)))
 
     assert np.abs(actual - wanted).max() < 1e-4 * wanted.std()
+
+
+def test_what_stands_in_the_place_of_a_linear_is_called():
+    """Its rows are its own, and the results stay in order."""
+    attention = coded(QwenConfig.from_hf(CONFIG)).layers[1].self_attn
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
+    x = jnp.asarray(np.random.default_rng(1).normal(0, 1, (2, 3, 72)), jnp.float32)
+    alone = [linear(x) for linear in linears]
+    for place in range(3):
+        others = list(linears)
+        others[place] = lambda rows, linear=linears[place]: linear(rows) + 1
+        found = project_together(x, others)
+        for index, (y, wanted) in enumerate(zip(found, alone, strict=True)):
+            extra = 1.0 if index == place else 0.0
+            np.testing.assert_allclose(y, wanted + extra, rtol=1e-5, atol=1e-5)
+
+
+def test_matrices_that_share_their_input_are_one_call():
+    """Of each layer: into the mixer, and out of it. The shared expert is a part of its experts."""
+    config = QwenConfig.from_hf(CONFIG | {"dtype": "bfloat16"})
+    model = abstract_model(config, scheme_of(parameter_shapes(config), MIXED))
+    cache = jax.eval_shape(lambda: init_cache(config, 1, 128))
+    with targeting(H200), recording() as calls:
+        jax.eval_shape(decode_step, model, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    products = [call for call in calls if call.operation == "dequant_matmul"]
+    assert {call.choice.chosen for call in products} == {"triton"}
+    found = Counter(call.arrays["weights"].count("QTensor") for call in products)
+    # With the gates in front of the delta rule; and the head.
+    assert found == {3: 1, 2: 1, 1: 1 + 1 + 1}
+    # Two of each layer, that behind the delta rule, and the final one.
+    assert sum(call.operation == "rms_norm" for call in calls) == 2 * 2 + 1 + 1
+    arrays = [call.arrays["weights"].rsplit("), ")[-1] for call in products]
+    assert arrays.count("bfloat16[2, 72], bfloat16[2, 72])") == 1
 
 
 def test_without_a_cache_and_in_bfloat16(tokens):

@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from pallas_kernels._compat import lower_for_cuda
+from qwen_jax import init_cache
 from qwen_jax.config import QwenConfig
+from qwen_jax.decode import decode_step
 from qwen_jax.model import CausalLM
 from qwen_jax.model.decoder import DecoderLayer
 from qwen_jax.model.layers import RMSNorm
@@ -43,12 +45,9 @@ def test_the_sum_is_what_is_normalised():
 def test_a_decode_step_on_a_gpu_takes_one_launch_a_norm():
     config = QwenConfig.preset("qwen3.6-35b-a3b")
     config = dataclasses.replace(config, num_hidden_layers=1, layer_types=config.layer_types[:1])
-    model = CausalLM(config)
-    tokens, one = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
-
-    def forward(model, tokens, start, lengths):
-        return model.forward(tokens, None, start, lengths).hidden_states
-
-    module = lower_for_cuda(forward, model, tokens, one, one)
+    cache = jax.eval_shape(lambda: init_cache(config, 1, 128))
+    tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+    module = lower_for_cuda(decode_step, CausalLM(config), cache, tokens)
     kernels = [line for line in module.splitlines() if "xla.gpu.triton" in line]
+    # In front of the mixer, in front of the experts, and the final one.
     assert len([line for line in kernels if "rms_norm" in line]) == 3

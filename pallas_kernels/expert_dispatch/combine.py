@@ -1,0 +1,74 @@
+"""What the slots of each token made, weighted and summed.
+
+A program has some of a token's columns, and reads them of all its slots before it adds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from .._compat import triton_call
+from ..dequant_matmul.operands import load
+
+# Columns a program, eight of them a thread: 16 bytes of bfloat16.
+COLUMNS = 1024
+WARPS = 4
+
+
+def summed(
+    y: Float[Array, "S D"],
+    ids: Int[Array, "M A"],
+    weights: Float[Array, "M A"],
+    experts: int,
+    dtype: Any,
+    shared: tuple[Float[Array, "M D"], Float[Array, "M 1"]] | None = None,
+    residual: Float[Array, "M D"] | None = None,
+) -> Float[Array, "M D"]:
+    """Weighted sum over each token's slots, in float32 and rounded once.
+
+    Args:
+        y: of each slot; those that are not filled hold whatever was in memory.
+        ids: experts of slots.
+        weights: of slots.
+        experts: E.
+        dtype: of the result.
+        shared: what the shared expert made, and the logits of its strengths; None without one.
+        residual: what the sum is added to; None for zero.
+    """
+    (tokens, slots), width = ids.shape, y.shape[1]
+
+    def kernel(y_ref: Any, ids_ref: Any, weights_ref: Any, *refs: Any) -> None:
+        token = pl.program_id(0)
+        column = pl.program_id(1) * COLUMNS + jax.lax.iota(jnp.int32, COLUMNS)
+        inside = column < width if width % COLUMNS else None
+        row = jnp.full((COLUMNS,), token, jnp.int32)
+        total = jnp.zeros((COLUMNS,), jnp.float32)
+        if shared is not None:
+            strength = jax.lax.logistic(refs[1][token, 0].astype(jnp.float32))
+            total = load(refs[0], row, column, mask=inside).astype(jnp.float32) * strength
+        for slot in range(slots):
+            expert, weight = ids_ref[token, slot], weights_ref[token, slot]
+            filled = (expert >= 0) & (expert < experts)
+            mask = jnp.broadcast_to(filled, (COLUMNS,))
+            if inside is not None:
+                mask = mask & inside
+            made = load(y_ref, row * slots + slot, column, mask=mask).astype(jnp.float32)
+            total = total + made * jnp.where(filled, weight, 0.0)
+        if residual is not None:
+            total = load(refs[-2], row, column, mask=inside).astype(jnp.float32) + total
+        plt.store(refs[-1].at[row, column], total.astype(dtype), mask=inside)
+
+    return triton_call(
+        kernel,
+        num_warps=WARPS,
+        num_stages=1,
+        name="expert_dispatch_sum",
+        grid=(tokens, pl.cdiv(width, COLUMNS)),
+        out_shape=jax.ShapeDtypeStruct((tokens, width), dtype),
+    )(y, ids, weights, *(shared or ()), *(() if residual is None else (residual,)))

@@ -1,0 +1,88 @@
+"""How the work of the kernels is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .many_tokens_config import ManyTokens
+
+FEW_TOKENS = 64
+# Warps that keep a multiprocessor busy, and most outputs of a program.
+LEAST_WARPS, MOST_OUTPUTS = 6, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a product is cut.
+
+    Attributes:
+        outputs: rows of the matrix a program, a power of two, at least `outputs_at_once`.
+        units: units of each that are read at once, one a thread: a power of two.
+        num_warps: warps a program.
+    """
+
+    outputs: int = 4
+    units: int = 64
+    num_warps: int = 2
+
+    @property
+    def outputs_at_once(self) -> int:
+        """Outputs whose units are read at once, by a thread each."""
+        return 32 * self.num_warps // self.units
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Outputs and units of a step."""
+        return self.outputs_at_once, self.units
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTokens:
+    """How the work is cut for up to `FEW_TOKENS` tokens.
+
+    Attributes:
+        gate_up: of the first launch; `outputs` are gates, and there are as many rows above.
+        down: of the second launch.
+        shared_outputs: gates of the shared expert a program of the first launch.
+    """
+
+    gate_up: Cut
+    down: Cut
+    shared_outputs: int = 1
+
+
+Config = FewTokens | ManyTokens
+
+
+def heuristic(
+    cores: int, tokens: int, slots: int, width: int, hidden: int, units: int, hidden_units: int
+) -> FewTokens:
+    """A configuration for a call's sizes on a device of so many cores.
+
+    Args:
+        cores: multiprocessors.
+        tokens: M.
+        slots: A.
+        width: D.
+        hidden: F.
+        units: units of a row of `gate_up_proj`.
+        hidden_units: units of a row of `down_proj`.
+    """
+    gate_up = _cut(cores, tokens * slots * hidden, 64, units)
+    down = _cut(cores, tokens * width, 128, slots * hidden_units)
+    # The shared expert's codes may have more bits, which are more words to hold.
+    return FewTokens(gate_up, down, max(gate_up.outputs_at_once, gate_up.outputs // 2))
+
+
+def _cut(cores: int, outputs: int, widest: int, units: int) -> Cut:
+    """Some outputs a program, for which inputs are read once, but all multiprocessors at work."""
+    wide = min(widest, _power_of_two(units))
+    warps = max(1, wide // 32)
+    count = MOST_OUTPUTS
+    while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
+        count //= 2
+    return Cut(max(count, 32 * warps // wide), wide, warps)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

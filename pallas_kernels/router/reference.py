@@ -1,0 +1,92 @@
+"""The definition in plain jax.numpy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._compat import Target
+
+
+class RouterOutput(NamedTuple):
+    """See `api.router`."""
+
+    ids: Array
+    weights: Array
+    logits: Array
+
+
+def router(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "E D"],
+    bias: Float[Array, "R E"] | None,
+    mask: Bool[Array, "Q E"] | None,
+    valid: Bool[Array, " M"] | None,
+    limit: Int[Array, " M"] | None,
+    temperature: Float[Array, " M"] | None,
+    *,
+    slots: int,
+    renormalise: bool,
+) -> RouterOutput:
+    """See `api.router`; R and Q are M or 1."""
+    logits = product(x, weight)
+    scores = logits
+    if bias is not None:
+        scores = scores + jnp.broadcast_to(bias, logits.shape)
+    if temperature is not None:
+        scores = scores / jnp.broadcast_to(temperature[:, None], logits.shape)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    # Sorting tells zeros apart by their sign.
+    rank = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
+    best, ids = jax.lax.top_k(jax.lax.stop_gradient(rank), slots)
+    filled = best > -jnp.inf
+    if limit is not None:
+        filled &= jnp.arange(slots, dtype=jnp.int32)[None, :] < limit[:, None]
+    if valid is not None:
+        filled &= valid[:, None]
+    # Where nothing is filled this is 0, as it must be nothing that makes NaN of a gradient.
+    largest = jnp.where(filled[:, :1], best[:, :1], 0.0)
+    taken = jnp.where(filled, jnp.take_along_axis(scores, ids, axis=1) - largest, -jnp.inf)
+    strength = jnp.exp(taken)
+    among = strength if renormalise else jnp.exp(scores - largest)
+    total = jnp.sum(among, axis=1, keepdims=True)
+    weights = jnp.where(filled, strength / jnp.where(filled[:, :1], total, 1.0), 0.0)
+    return RouterOutput(jnp.where(filled, ids, weight.shape[0]), weights, logits)
+
+
+def product(x: Float[Array, "M D"], weight: Float[Array, "E D"]) -> Float[Array, "M E"]:
+    """The logits."""
+    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return jnp.einsum("md,ed->me", x, weight, precision=jax.lax.Precision.HIGHEST)
+
+
+def refusals(
+    target: Target,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    valid: Any,
+    limit: Any,
+    temperature: Any,
+    *,
+    slots: int,
+    renormalise: bool,
+) -> list[str]:
+    """What gives a call no meaning; see `dispatch.Implementation`."""
+    rows, experts, reasons = x.shape[0], weight.shape[0], []
+    if not isinstance(slots, int) or not 1 <= slots <= experts:
+        reasons.append(f"slots is {slots}; accepted is 1 to {experts}, the number of experts")
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None and array.shape[0] not in (1, rows):
+            reasons.append(
+                f"{name} has {array.shape[0]} rows; accepted is 1, or {rows} as there are of x"
+            )
+    for name, array in (("bias", bias), ("temperature", temperature)):
+        if array is not None and array.dtype != jnp.float32:
+            reasons.append(f"{name} is {array.dtype}; accepted is float32")
+    return reasons

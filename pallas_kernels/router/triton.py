@@ -1,0 +1,63 @@
+"""The Triton implementation: what it takes, and its kernels.
+
+Two launches, and not one whose last program chooses: that program would have to be found by a
+counter that is zero whenever the kernel starts, and a pure function has none unless another launch
+makes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int
+
+from .._compat import Target, triton_refusals
+from . import few_rows, reference
+from .config import FEW_ROWS, Config, heuristic
+from .reference import RouterOutput
+from .specs import DTYPES, MOST_EXPERTS
+from .top_k import top_k
+
+
+def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
+    """Why the kernels do not take a call; see `dispatch.Implementation`."""
+    reasons = triton_refusals(target) + reference.refusals(target, *arrays, **settings)
+    x, weight = arrays[:2]
+    for name, array in (("x", x), ("weight", weight)):
+        if str(array.dtype) not in DTYPES:
+            reasons.append(f"{name} is {array.dtype}, not {' or '.join(DTYPES)}")
+    experts = weight.shape[0]
+    if experts > MOST_EXPERTS:
+        reasons.append(f"weight has {experts} experts, more than {MOST_EXPERTS}")
+    sizes = {"x": x.size, "weight": weight.size, "the logits": x.shape[0] * experts}
+    for name, size in sizes.items():
+        if size >= 2**31:
+            reasons.append(f"{name} has {size} numbers, 2^31 or more")
+    return reasons
+
+
+def router(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "E D"],
+    bias: Float[Array, "R E"] | None,
+    mask: Bool[Array, "Q E"] | None,
+    valid: Bool[Array, " M"] | None,
+    limit: Int[Array, " M"] | None,
+    temperature: Float[Array, " M"] | None,
+    *,
+    slots: int,
+    renormalise: bool,
+    config: Config | None = None,
+) -> RouterOutput:
+    """See `api.router`; `config` is chosen by shape if None."""
+    rows = x.shape[0]
+    if rows > FEW_ROWS:
+        logits = reference.product(x, weight)
+    else:
+        if config is None:
+            config = heuristic(rows)
+        logits = few_rows.product(x, weight, config)
+    ids, weights = top_k(
+        logits, bias, mask, valid, limit, temperature, slots=slots, renormalise=renormalise
+    )
+    return RouterOutput(ids, weights, logits)

@@ -1,0 +1,196 @@
+"""Experts of few tokens: each launch, and both, against float64; empty slots may hold anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._compat import lower_for_cuda
+from pallas_kernels.dequant_matmul.layout import CENTRES, pack
+from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.expert_dispatch import down, gate_up, triton
+from pallas_kernels.expert_dispatch.config import Cut, FewTokens, heuristic
+from pallas_kernels.expert_dispatch.shared import SharedExpert
+from pallas_kernels.expert_dispatch.specs import SPECS, Spec
+from pallas_kernels.testing import interpreted, norm_error
+
+SLOTS, EXPERTS = 3, 5
+
+
+def small(bits: int, down_bits: int, **more: Any) -> Spec:
+    """Three tiles or more along each axis, none of them full."""
+    sizes = {"experts": EXPERTS, "slots": SLOTS, "width": 600, "hidden": 104, "tokens": 2}
+    sizes |= {"shared_hidden": 72}
+    return Spec(**(sizes | {"bits": bits, "down_bits": down_bits} | more))
+
+
+FIRST = FewTokens(Cut(16, 8, 1), Cut(16, 4, 1), 4)
+SECOND = FewTokens(Cut(16, 4, 1), Cut(8, 8, 1), 8)
+CASES = {
+    "3 and 4 bits": (small(3, 4), FIRST),
+    "4 bits and numbers, zero": (small(4, 32, zero=True, group_size=32, shared_bits=16), SECOND),
+    "numbers and 8 bits": (small(16, 8, shared_hidden=0, x="bfloat16", inner="float32"), FIRST),
+}
+ON_GPU = CASES | {
+    f"{bits} and {down_bits} bits, {shared_bits} shared, {name}": (
+        small(bits, down_bits, shared_bits=shared_bits, tokens=7, x=x),
+        config,
+    )
+    for bits, down_bits, shared_bits, x in (
+        (3, 3, 8, "float32"),
+        (4, 8, 3, "bfloat16"),
+        (8, 4, 16, "float32"),
+        (32, 16, 4, "float32"),
+    )
+    for name, config in (
+        ("narrow", FewTokens(Cut(8, 32, 1), Cut(8, 64, 2), 2)),
+        ("wide", FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 4)),
+    )
+}
+# Sums of codes are less exact than float32. What lies between is rounded to bfloat16.
+SUMS = 3e-4
+HIDDEN = {"bfloat16": 3e-3, "float32": SUMS}
+WHOLE = {"bfloat16": 3e-3, "float32": 2 * SUMS}
+
+
+def filled(rng: np.random.Generator, like: Any) -> tuple[Any, np.ndarray]:
+    """A matrix or a stack of a spec's shape, and its numbers in float64."""
+    if not isinstance(like, QTensor):
+        weight = jnp.asarray(rng.standard_normal(like.shape) / like.shape[-1] ** 0.5, like.dtype)
+        return weight, np.asarray(weight, np.float64)
+    bits, shape = like.bits, (*like.codes.shape[:-2], like.inputs)
+    values = rng.integers(0, 2**bits, shape).astype(np.uint8)
+    size = 4 / 2**bits / like.inputs**0.5
+    scale = rng.uniform(0.5, 1.5, like.scale.shape) * rng.choice((-1, 1), like.scale.shape) * size
+    scale, zero = jnp.asarray(scale, like.scale.dtype), None
+    if like.zero is not None:
+        zero = jnp.asarray(rng.uniform(0, 2**bits, like.zero.shape), like.zero.dtype)
+    group = np.arange(like.inputs) // like.group_size
+    centre = CENTRES[bits] if zero is None else np.asarray(zero, np.float64)[..., group]
+    wide = np.asarray(scale, np.float64)[..., group] * (values - centre)
+    codes = jnp.asarray(pack(values, bits))
+    return QTensor(codes, scale, zero, None, like.inputs, like.group_size), wide
+
+
+@functools.cache
+def drawn(spec: Spec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The call's arrays, and all but ids in float64.
+
+    The second token's first slot is empty. Without a shared expert it is a token of padding.
+    """
+    rng = np.random.default_rng(spec.bits)
+    x, _, _, *stacks, shared = spec.arguments()
+    x = jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+    ids = np.stack([rng.permutation(EXPERTS)[:SLOTS] for _ in range(spec.tokens)])
+    ids[1, 0] = EXPERTS
+    if shared is None:
+        x, ids[1] = x.at[1].set(jnp.nan), (-1, EXPERTS, 2**31 - 1)
+    weights = rng.random(ids.shape, np.float32)
+    (up, wide_up), (below, wide_below) = (filled(rng, stack) for stack in stacks)
+    wide_shared = None
+    if shared is not None:
+        names = [field.name for field in dataclasses.fields(shared)]
+        parts = {name: filled(rng, getattr(shared, name)) for name in names}
+        shared = SharedExpert(**{name: weight for name, (weight, _) in parts.items()})
+        wide_shared = {name: wide for name, (_, wide) in parts.items()}
+    arrays = x, jnp.asarray(ids, jnp.int32), jnp.asarray(weights), up, below, shared
+    wide = np.asarray(x, np.float64), weights.astype(np.float64), wide_up, wide_below, wide_shared
+    return arrays, wide
+
+
+def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Silu(gate) * up."""
+    made = gate @ x
+    return made / (1 + np.exp(-made)) * (up @ x)
+
+
+def oracle_of_gated(ids: np.ndarray, wide: tuple[Any, ...]) -> list[np.ndarray]:
+    """What the first launch makes, but for its rounding; zero for empty slots."""
+    x, _, up, _, shared = wide
+    slots = np.zeros((ids.size, up.shape[1] // 2))
+    for index, expert in enumerate(ids.reshape(-1)):
+        if 0 <= expert < EXPERTS:
+            slots[index] = gated(x[index // SLOTS], *np.split(up[expert], 2))
+    if shared is None:
+        return [slots]
+    own = [gated(row, shared["gate_proj"], shared["up_proj"]) for row in x]
+    return [slots, np.stack(own), 1 / (1 + np.exp(-x @ shared["gate"].T))]
+
+
+def oracle_of_down(made: list[np.ndarray], ids: np.ndarray, wide: tuple[Any, ...]) -> np.ndarray:
+    """What the second launch makes of it."""
+    x, weights, _, below, shared = wide
+    result = np.zeros(x.shape)
+    for m, a in np.ndindex(*ids.shape):
+        if 0 <= ids[m, a] < EXPERTS:
+            result[m] += weights[m, a] * (below[ids[m, a]] @ made[0][m * SLOTS + a])
+    return result if shared is None else result + made[2] * (made[1] @ shared["down_proj"].T)
+
+
+def check(spec: Spec, config: FewTokens) -> None:
+    """Both launches, each from what it is given."""
+    (x, ids, weights, up, below, shared), wide = drawn(spec)
+    numbers, inner = np.asarray(ids), jnp.dtype(spec.inner)
+    empty = jnp.asarray((numbers < 0) | (numbers >= EXPERTS))
+    first = jax.jit(gate_up.gated, static_argnums=(4, 5, 6))
+    slots, *own = first(x, ids, up, shared, inner, config.gate_up, config.shared_outputs)
+    made = [jnp.where(empty.reshape(-1, 1), 0, slots), *own]
+    for found, wanted in zip(made, oracle_of_gated(numbers, wide), strict=True):
+        assert norm_error(found, wanted) < HIDDEN[spec.inner]
+
+    spoilt = (jnp.where(empty.reshape(-1, 1), jnp.nan, slots), *own)
+    lost = jnp.where(empty, jnp.nan, weights)
+    second = jax.jit(down.summed, static_argnums=(6, 7))
+    residual = jnp.asarray(np.random.default_rng(0).standard_normal(x.shape), jnp.float32)
+    y = second(spoilt, ids, lost, below, shared, residual, jnp.dtype("float32"), config.down)
+    wanted = oracle_of_down([np.asarray(each, np.float64) for each in made], numbers, wide)
+    assert norm_error(y, wanted + np.asarray(residual)) < SUMS
+    padding = ~wanted.any(axis=1)
+    np.testing.assert_array_equal(y[padding], residual[padding])
+
+
+def check_whole(spec: Spec, config: FewTokens) -> None:
+    """Both launches together."""
+    arrays, wide = drawn(spec)
+    run = functools.partial(triton.expert_dispatch, config=config, **spec.settings())
+    numbers = np.asarray(arrays[1])
+    wanted = oracle_of_down(oracle_of_gated(numbers, wide), numbers, wide)
+    assert norm_error(jax.jit(run)(*arrays), wanted) < WHOLE[spec.inner]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_launches_equal_the_formula(name):
+    with interpreted():
+        check(*CASES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_both_launches_on_a_gpu(name):
+    check(*ON_GPU[name])
+    check_whole(*ON_GPU[name])
+
+
+@pytest.mark.parametrize("name", ["1 token", "8 tokens, bf16", "1 token, groups of 32, zero"])
+def test_lowers_for_cuda(name):
+    spec = SPECS[name]
+    run = functools.partial(triton.expert_dispatch, **spec.settings())
+    assert lower_for_cuda(run, *spec.arguments()).count("xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "units", "cut"),
+    [
+        ((1, 8, 2048, 512), (64, 16), FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 4)),
+        ((1, 8, 256, 64), (8, 2), FewTokens(Cut(4, 8, 1), Cut(2, 16, 1), 4)),
+    ],
+    ids=["qwen3.6-35b-a3b", "small"],
+)
+def test_a_program_takes_many_outputs_if_there_is_work_for_all_multiprocessors(call, units, cut):
+    assert heuristic(132, *call, *units) == cut
