@@ -2,15 +2,15 @@
 
     python benchmarks/kernels/expert_dispatch.py [--only PART_OF_A_NAME] [--sweep] [--output FILE]
 
-Each case of `specs.SPECS` of up to 64 tokens is compared with float64 and the exact numbers that codes stand for: the
-first launch, the second given what the first made, and the whole. Its only rounding is that of what
-lies between, to bfloat16. It must give the same bits when run again. Then it is timed, whole and
-launch by launch; cases in bfloat16 beside XLA's way. The experts of consecutive calls are others of
-one stack, and the shared expert is one of sixteen, so that more than 200 MB lie between two
-readings of the same. "of copy" is the share of the bandwidth of a 4 GiB copy that the bytes of a
-call make, those of different experts. With `--sweep`, other ways to cut the work are timed too, of
-fewer cases. Without `--output`, the JSON goes into the folder that $OUT names, if it names one.
-Exits with 1 if a case is wrong.
+Each case of `specs.SPECS` of up to 64 tokens is compared with float64 and the exact numbers that
+codes stand for: the first launch, the second given what the first made, and the whole. Its only
+rounding is that of what lies between, to bfloat16. It must give the same bits when run again. Then
+it is timed, whole and launch by launch; cases in bfloat16 beside XLA's way. The experts of
+consecutive calls are others of one stack, and the shared expert is one of sixteen, so that more
+than 200 MB lie between two readings of the same. "of copy" is the share of the bandwidth of a 4 GiB
+copy that the bytes of a call make, those of different experts. With `--sweep`, other ways to cut
+the work are timed too, of fewer cases. Without `--output`, the JSON goes into the folder that $OUT
+names, if it names one. Exits with 1 if a case is wrong.
 """
 
 from __future__ import annotations
