@@ -100,6 +100,7 @@ def config(rows=16, outputs=32, units=2, turns=1, unpacked=False) -> ManyTokens:
 
 # Weights that are rounded to bfloat16 cost more than what lies between the products does.
 SUMS, ROUNDED = 3e-3, 4.2e-3
+SLOW = ("3 bits, sums", "8 bits, zero, numbers")
 CASES = {
     "bfloat16": (Sizes(bits=16), config(), SUMS),
     "3 bits, sums": (Sizes(), config(), SUMS),
@@ -108,8 +109,12 @@ CASES = {
     "8 bits, zero, numbers": (Sizes(bits=8, group=32, zero=True), config(32, 32, 2), ROUNDED),
     "unpacked": (Sizes(zero=True, group=128), config(unpacked=True), ROUNDED),
 }
-# What the parts that matrices are made in show as well.
-INTERPRETED = [name for name in CASES if name != "unpacked"]
+# The parts that matrices are made in show "unpacked" as well; the others most of the slow ones.
+INTERPRETED = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name in CASES
+    if name != "unpacked"
+]
 
 
 def check(arrays, wide, cut, bar, implementation=run):
