@@ -164,7 +164,7 @@ def test_each_matrix_sees_the_ones_before_it_in_codes(model):
         np.testing.assert_array_equal(value.codes.values, whole[path].codes.values)
 
 
-@pytest.mark.parametrize("rate", [0.03, 30.0])
+@pytest.mark.parametrize("rate", [0.025, 30.0])
 def test_fitted_codes_are_never_worse_than_their_start(model, rate):
     layer, hidden = copy(model.layers[1]), hidden_states(6, 16)
     target = advance(layer, model.config, hidden)
@@ -196,8 +196,7 @@ def test_fitted_codes_are_never_worse_than_their_start(model, rate):
     assert len(losses) == 120 and losses[0] == pytest.approx(fit.before, rel=0.5)
     assert fit.better == (rate < 1) == (fit.after < fit.before)
     if fit.better:
-        # What few held-out windows gain is chance; what the steps saw must fall.
-        assert last < first and losses[-1] < 0.8 * losses[0]
+        assert last < 0.8 * first and losses[-1] < 0.8 * losses[0]
         np.testing.assert_allclose(fit.after / fit.before, last / first, rtol=1e-3)
         assert np.any(codes.values != start.codes.values)
         assert np.any(codes.scale != scale)

@@ -84,7 +84,6 @@ def test_forked_row_goes_on_like_its_source(demo, prompts, entered):
         assert difference(output.logits[0], logits[at]) > 0.1
 
 
-@pytest.mark.slow  # logits near those of an exact cache say more
 def test_greedy_tokens_are_mostly_the_same(demo, demo_expected, prompts):
     exact = [demo_expected.values["greedy"][name] for name in PROMPTS]
     options = {"max_tokens": min(map(len, exact)), "ignore_eos": True}
