@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax.experimental import pallas as pl
+
 FEW_ROWS = 4
 SOME_ROWS = 64
 # From so many on, making a matrix in bfloat16 is the smaller part of its product.
@@ -136,7 +138,7 @@ def _few_rows(cores: int, outputs: int, units: int) -> FewRows:
     More would read inputs less often, but in a model each launch is another kernel, whose
     instructions multiprocessors fetch anew, at about 8 cycles each: long code takes its time.
     """
-    width = min(128, _power_of_two(units))
+    width = min(128, pl.next_power_of_2(units))
     warps = max(1, width // 32)
     count = MOST_OUTPUTS
     while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
@@ -149,12 +151,8 @@ def _some_rows(rows: int, group_units: int) -> SomeRows:
 
     Warps share the outputs while there are no more rows, groups counted apart, than outputs.
     """
-    rows = max(16, _power_of_two(rows))
+    rows = max(16, pl.next_power_of_2(rows))
     columns = rows * max(1, BLOCK_UNITS // group_units)
     if columns <= 32:
         return SomeRows(rows, blocks=32 // columns)
     return SomeRows(rows, 64, num_warps=4)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

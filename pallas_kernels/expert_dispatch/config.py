@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax.experimental import pallas as pl
+
 from .many_tokens_config import ManyTokens
 
 FEW_TOKENS = 64
@@ -76,13 +78,9 @@ def heuristic(
 
 def _cut(cores: int, outputs: int, widest: int, units: int) -> Cut:
     """Some outputs a program, for which inputs are read once, but all multiprocessors at work."""
-    wide = min(widest, _power_of_two(units))
+    wide = min(widest, pl.next_power_of_2(units))
     warps = max(1, wide // 32)
     count = MOST_OUTPUTS
     while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
         count //= 2
     return Cut(max(count, 32 * warps // wide), wide, warps)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

@@ -62,7 +62,7 @@ def sort(ids: Int[Array, "M A"], experts: int, rows: int) -> Tiles:
 
 def block_size(slots: int) -> int:
     """Slots a program."""
-    return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, _power_of_two(pl.cdiv(slots, BLOCKS))))
+    return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, pl.next_power_of_2(pl.cdiv(slots, BLOCKS))))
 
 
 def _counts(
@@ -72,7 +72,7 @@ def _counts(
 
     Experts are filled up to a power of two.
     """
-    slots, wide = flat.size, _power_of_two(experts)
+    slots, wide = flat.size, pl.next_power_of_2(experts)
     chunk = max(1, min(block, AT_ONCE // max(wide, block)))
 
     def kernel(ids_ref: Any, counts_ref: Any, rank_ref: Any) -> None:
@@ -188,7 +188,7 @@ def _all_and_before(
 ) -> tuple[Int[Array, " e"], Int[Array, " e"]]:
     """For each expert: slots of all blocks, and of those before this one."""
     wide = counts_ref.shape[1]
-    size = min(_chunk(wide), _power_of_two(blocks)), wide
+    size = min(_chunk(wide), pl.next_power_of_2(blocks)), wide
 
     def add(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         row = step * size[0] + iota(size, 0)
@@ -221,7 +221,7 @@ def _write_tiles(
         last: sums of them.
     """
     (wide,) = counts.shape
-    chunk = min(_chunk(wide), _power_of_two(share))
+    chunk = min(_chunk(wide), pl.next_power_of_2(share))
     own = (counts + (rows - 1)) // rows
     last_tile = jnp.cumsum(own, dtype=jnp.int32)
 
@@ -251,7 +251,3 @@ def _write_tiles(
 def _chunk(wide: int) -> int:
     """Rows that are compared with so many experts at once."""
     return max(16, min(64, AT_ONCE // wide))
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
