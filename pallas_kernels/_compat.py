@@ -162,20 +162,28 @@ def as_mantissa(words: UInt[Array, "..."], mask: int, exponent: int) -> Float[Ar
     )[0]
 
 
-def assembled(text: str, args: list[Array], constraints: str) -> Float[Array, "..."]:
+def assembled(
+    text: str,
+    args: list[Array],
+    constraints: str,
+    result: jax.ShapeDtypeStruct | None = None,
+    pack: int = 1,
+) -> Float[Array, "..."]:
     """Several instructions on each element at once.
 
     Args:
         text: PTX, with $0 for the result and $1, $2, ... for the arguments.
         args: of one shape.
         constraints: LLVM's, of the result and each argument.
+        result: its shape and dtype; float32 if None.
+        pack: elements that are given at once.
     """
     return plt.elementwise_inline_asm(
         text,
         args=args,
         constraints=constraints,
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
+        pack=pack,
+        result_shape_dtypes=[result or jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )[0]
 
 

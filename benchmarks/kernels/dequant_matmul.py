@@ -39,6 +39,7 @@ from pallas_kernels.dequant_matmul.config import (
     Unpacked,
     heuristic,
 )
+from pallas_kernels.dequant_matmul.pieces import Piece
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import SPECS, Spec
 
@@ -56,14 +57,10 @@ FEW = [
     FewRows(8, 16, 1),
 ]
 SOME = [
-    *(SomeRows(16, 32, 1, 2, stages) for stages in (2, 3, 4, 6)),
-    *(SomeRows(16, 32, 1, 2, stages, 2) for stages in (2, 3, 4)),
-    SomeRows(16, 64, 1, 2, 3),
-    SomeRows(16, 16, 1, 1, 4),
-    SomeRows(16, 64, 1, 4, 3),
-    SomeRows(16, 64, 1, 4, 3, 2),
-    SomeRows(16, 64, 2, 2, 3, 2),
-    SomeRows(16, 128, 2, 4, 3),
+    *(SomeRows(16, 32, splits, blocks=blocks) for splits in (1, 2, 4) for blocks in (1, 2)),
+    *(SomeRows(16, 32, num_stages=stages, blocks=2) for stages in (2, 4)),
+    SomeRows(16, 16, num_warps=1, blocks=2),
+    SomeRows(16, 64, blocks=1),
 ]
 MANY = [
     ManyRows(),
@@ -252,8 +249,8 @@ def main() -> int:
         spec = SPECS[name]
         row = check(spec)
         row |= timed(spec, results.copy)
-        sizes = layout.unit_count(spec.inputs), spec.matrices[0].group_size // layout.UNIT
-        cut = heuristic(current_target().cores, spec.rows, spec.outputs, *sizes)
+        piece = Piece.of(spec.arguments()[1][0], spec.rows, spec.result)
+        cut = heuristic(current_target().cores, piece.shape, spec.outputs)
         row["config"] = dataclasses.asdict(cut)
         if results.args.sweep:
             row["sweep"] = sweep(spec)

@@ -6,6 +6,8 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from .operands import Shape
+
 FEW_ROWS = 4
 SOME_ROWS = 64
 # From so many on, making a matrix in bfloat16 is the smaller part of its product.
@@ -44,8 +46,8 @@ class SomeRows:
         rows: rows a program, a power of two from 16 on.
         outputs: outputs a program, a power of two, at least 16 a warp.
         splits: into how many parts the inputs are cut; parts are summed by a further launch.
-        num_warps: warps a program. With four, the tensor cores would take codes out of shared
-            memory only.
+        num_warps: warps a program, one or two. Of four, tensor cores would take codes out of
+            shared memory only.
         num_stages: see `_compat.triton_call`.
         blocks: of `BLOCK_UNITS`, that are multiplied in one iteration.
     """
@@ -56,11 +58,6 @@ class SomeRows:
     num_warps: int = 2
     num_stages: int = 3
     blocks: int = 1
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether threads multiply what they decode, see `some_rows`."""
-        return self.num_warps < 4
 
     @property
     def units(self) -> int:
@@ -105,20 +102,19 @@ class Unpacked:
 Config = FewRows | SomeRows | ManyRows | Unpacked
 
 
-def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int) -> Config:
+def heuristic(cores: int, shape: Shape, outputs: int) -> Config:
     """A configuration for a call's sizes on a device of so many cores.
 
     Args:
         cores: multiprocessors.
-        rows: rows of x.
+        shape: of one of its products.
         outputs: of all matrices of the call.
-        units: U.
-        group_units: units a group.
     """
+    rows = shape.rows
     if rows <= FEW_ROWS:
-        return _few_rows(cores, outputs, units)
+        return _few_rows(cores, outputs, shape.units)
     if rows <= SOME_ROWS:
-        return _some_rows(rows, group_units)
+        return _some_rows(cores, shape, outputs)
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
 
 
@@ -146,13 +142,16 @@ def _few_rows(cores: int, outputs: int, units: int) -> FewRows:
     return FewRows(max(count, 32 * warps // width), width, warps)
 
 
-def _some_rows(rows: int, group_units: int) -> SomeRows:
-    """Two warps that multiply what they decode; four, where they would decode the same.
+def _some_rows(cores: int, shape: Shape, outputs: int) -> SomeRows:
+    """As many blocks at once as have 32 rows; parts of the inputs that keep the device at work.
 
-    Warps share the outputs while there are no more rows, groups counted apart, than outputs.
+    At 3 bits, each group of a block is a product of its own with all inputs of it.
     """
-    rows = max(16, pl.next_power_of_2(rows))
-    columns = rows * max(1, BLOCK_UNITS // group_units)
-    if columns <= 32:
-        return SomeRows(rows, blocks=32 // columns)
-    return SomeRows(rows, 64, num_warps=4)
+    rows = max(16, pl.next_power_of_2(shape.rows))
+    columns = rows * (max(1, BLOCK_UNITS // shape.group_units) if shape.bits == 3 else 1)
+    config = SomeRows(rows, blocks=max(1, 32 // columns))
+    programs, steps = pl.cdiv(outputs, config.outputs), pl.cdiv(shape.units, config.units)
+    splits = 1
+    while 2 * splits * programs <= 3 * cores and 4 * splits <= steps:
+        splits *= 2
+    return dataclasses.replace(config, splits=splits)

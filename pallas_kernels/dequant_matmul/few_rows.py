@@ -43,7 +43,7 @@ def products(
     shapes = [piece.shape for piece in pieces]
     return launch(
         body,
-        x,
+        (x,),
         pieces,
         [config.outputs for config in configs],
         [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],

@@ -110,7 +110,7 @@ def above_zero(
     return CENTRES[shape.bits] - per_group(zero_ref, output, group, mask)
 
 
-def iota(tile: tuple[int, int], axis: int) -> Int[Array, "m n"]:
+def iota(tile: tuple[int, ...], axis: int) -> Int[Array, "..."]:
     """Index along one axis of a tile."""
     return jax.lax.broadcasted_iota(jnp.int32, tile, axis)
 

@@ -84,7 +84,7 @@ def chosen(shares: Sequence[Share], function: Callable[[Share], Any]) -> Any:
 
 def launch(
     body: Callable[..., None],
-    x: Float[Array, "M I"],
+    inputs: Sequence[Float[Array, "M _I"]],
     pieces: Sequence[Piece],
     outputs: Sequence[int],
     out_shape: Sequence[jax.ShapeDtypeStruct],
@@ -97,8 +97,8 @@ def launch(
 
     Args:
         body: of a program: (shares of pieces that are alike, one of them the program's, index of
-            the first of these pieces, further program ids, reference to x).
-        x: rows.
+            the first of these pieces, further program ids, references to the inputs).
+        inputs: rows of x, in whatever orders.
         pieces: matrices.
         outputs: outputs of a program, of each piece.
         out_shape: of each result.
@@ -110,7 +110,8 @@ def launch(
     starts = [0, *itertools.accumulate(counts)]
     places = [0, *itertools.accumulate(len(piece.arrays) for piece in pieces)]
 
-    def kernel(x_ref: Any, *refs: Any) -> None:
+    def kernel(*refs: Any) -> None:
+        input_refs, refs = refs[: len(inputs)], refs[len(inputs) :]
         program, *others = (pl.program_id(axis) for axis in range(1 + len(grid)))
         groups: dict[Any, list[int]] = {}
         shares = []
@@ -123,12 +124,12 @@ def launch(
             groups.setdefault(alike[index], []).append(index)
         for group in groups.values():
             members = [shares[index] for index in group]
-            run = functools.partial(body, members, group[0], others, x_ref)
+            run = functools.partial(body, members, group[0], others, *input_refs)
             if len(groups) == 1:
                 run()
             else:
                 pl.when(functools.reduce(operator.or_, [share.mine for share in members]))(run)
 
-    arrays = [x, *(array for piece in pieces for array in piece.arrays)]
+    arrays = [*inputs, *(array for piece in pieces for array in piece.arrays)]
     call = triton_call(kernel, grid=(starts[-1], *grid), out_shape=tuple(out_shape), **options)
     return tuple(call(*arrays))

@@ -1,16 +1,13 @@
 """Up to 64 rows: integer codes on tensor cores, the scale on each group's sum.
 
-Four units are multiplied at a time. Where they are several groups, each row of inputs is several
-rows, one for each group, that are zero elsewhere: so that groups have sums of their own.
-
-With one or two warps, threads multiply what they decoded themselves, and codes never go through
-shared memory in bfloat16. An instruction of the tensor cores takes 16 inputs of 16 outputs, and
-each of its threads brings four inputs of two outputs that are eight apart. In which order inputs
-are summed is free, so the four threads of an output take a unit each.
+Threads multiply what they decoded themselves, and codes never go through shared memory in bfloat16:
+see `turn`. The order that takes is x's beforehand. Put right while it is read, x would be read from
+shared memory with conflicts that cost several times the product.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,36 +15,37 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, UInt
 
 from .._compat import dot
+from ..lanes import parts
 from . import uncoded
 from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
-from .operands import Shape, above_zero, iota, per_group, words, x_tile
+from .operands import Shape, above_zero, iota, load, per_group
+from .pairs import pairs
 from .pieces import Piece, Share, launch
-from .unit import centred, step
-
-BLOCK = BLOCK_UNITS * UNIT
+from .turn import THREADS, part_width, turned
+from .unit import stacked
 
 
 def products(
     x: Float[Array, "M I"], pieces: Sequence[Piece], configs: Sequence[SomeRows]
 ) -> tuple[Float[Array, "M _O"], ...]:
-    """See `api.dequant_matmul`; warps, stages and splits are the same in all configurations."""
+    """See `api.dequant_matmul`; all is the same in all configurations but `outputs`."""
     splits, rows = configs[0].splits, configs[0].rows
     shapes = [piece.shape for piece in pieces]
     dtypes = [shape.dtype if splits == 1 else jnp.float32 for shape in shapes]
+    [width] = {part_width(p.shape.bits) for p in pieces if p.coded} or {UNIT}
 
-    def body(shares: Sequence[Share], index: int, ids: Any, x_ref: Any) -> None:
+    def body(shares: Sequence[Share], index: int, ids: Any, x_ref: Any, turned_ref: Any) -> None:
         [share] = shares
         shape, first, config, (row_tile, split) = share.shape, share.first, configs[index], ids
         first_row = row_tile * rows
-        steps = pl.cdiv(shape.units, config.units)
-        count = pl.cdiv(steps, splits)
-        part = split * count, jnp.minimum(count, steps - split * count)
-        add = _product if pieces[index].coded else uncoded.some_rows
-        total = add(shape, config, first, first_row, part, x_ref, *share.refs)
+        count = pl.cdiv(pl.cdiv(shape.units, config.units), splits)
+        steps = split * count, jnp.minimum((split + 1) * count, pl.cdiv(shape.units, config.units))
+        add, ref = (_product, turned_ref) if pieces[index].coded else (uncoded.some_rows, x_ref)
+        total = add(shape, config, first, first_row, steps, ref, *share.refs)
         tile = config.outputs, rows
         output, row = first + iota(tile, 0), first_row + iota(tile, 1)
         plt.store(
@@ -56,9 +54,9 @@ def products(
             mask=(row < shape.rows) & (output < shape.outputs),
         )
 
-    parts = launch(
+    results = launch(
         body,
-        x,
+        (x, turned(x, configs[0].units, width)),
         pieces,
         [config.outputs for config in configs],
         [
@@ -72,9 +70,10 @@ def products(
         name="dequant_matmul_some_rows",
     )
     if splits == 1:
-        return tuple(part[0] for part in parts)
+        return tuple(result[0] for result in results)
     return tuple(
-        jnp.sum(part, axis=0).astype(shape.dtype) for part, shape in zip(parts, shapes, strict=True)
+        jnp.sum(result, axis=0).astype(shape.dtype)
+        for result, shape in zip(results, shapes, strict=True)
     )
 
 
@@ -96,35 +95,43 @@ def _product(
         config: see there.
         first: output of the program.
         first_row: row of it.
-        steps: first iteration and number of them, of `config.units` units each.
-        x_ref: rows.
+        steps: first iteration and the one after the last, of `config.units` units each.
+        x_ref: rows, turned.
         codes_ref: words.
         scale_ref: scales.
         zero_ref: zero points.
     """
     # Outputs first: then what is decoded is multiplied as it lies in registers.
     tile = config.outputs, config.rows
-    ones = jnp.ones((tile[0], BLOCK), jnp.bfloat16)
+    output = first + jax.lax.iota(jnp.int32, tile[0])
+    inside = output < shape.outputs if shape.outputs % tile[0] else None
 
     def add(index: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
         for block in range(config.blocks):
-            start = (steps[0] + index) * config.units + block * BLOCK_UNITS
-            codes = _codes(shape, config, codes_ref, first, start)
-            part = _inputs(shape, config, x_ref, first_row, start)
-            products = dot(codes, part.T)
-            sums = None if zero_ref is None else dot(ones, part.T)
-            total = total + _scaled(
-                shape, config, products, sums, first, start, scale_ref, zero_ref
-            )
+            start = index * config.units + block * BLOCK_UNITS
+            made = _codes(shape, config, codes_ref, first, start)
+            for place, (unit, codes) in enumerate(made):
+                x = _inputs(shape, config, x_ref, first_row, start + unit, codes.shape[1])
+                first_unit = start + place * shape.group_units
+                mask = inside
+                if shape.units % config.units:
+                    exists = jnp.broadcast_to(first_unit < shape.units, output.shape)
+                    mask = exists if mask is None else mask & exists
+                at = output, first_unit // shape.group_units, mask
+                products = dot(codes, x.T)
+                if zero_ref is not None:
+                    sums = dot(_ones(codes, place, shape.group_units), x.T)
+                    products = products + above_zero(shape, zero_ref, *at)[:, None] * sums
+                total = total + products * per_group(scale_ref, *at)[:, None]
         return total
 
-    return jax.lax.fori_loop(0, steps[1], add, jnp.zeros(tile, jnp.float32))
+    return jax.lax.fori_loop(*steps, add, jnp.zeros(tile, jnp.float32))
 
 
 def _codes(
     shape: Shape, config: SomeRows, codes_ref: Any, first: Any, start: Any
-) -> Float[Array, "o i"]:
-    """A block of codes from their centre.
+) -> list[tuple[int, Float[Array, "o i"]]]:
+    """For each group of a block: the first unit of the inputs that it meets, and its codes.
 
     Args:
         shape: of the call.
@@ -133,89 +140,86 @@ def _codes(
         first: output of the program.
         start: unit of the block.
     """
-    block = config.outputs, BLOCK_UNITS
-    output, unit = iota(block, 0), start + iota(block, 1)
+    units = min(shape.group_units, BLOCK_UNITS)
+    firsts = range(0, BLOCK_UNITS, units)
+    read = functools.partial(_words, shape, config, codes_ref, first, start)
+    if shape.bits == 3:
+        words = [read(word)[..., None] for word in range(3)]
+        if len(firsts) == 1:
+            return [(0, _in_order(words, config, 3))]
+        # All of them meet the same inputs: a thread has one unit, which is in one of the groups.
+        group = jax.lax.div(iota(words[0].shape, 1), units)
+        return [(0, _in_order(words, config, 3, group == index)) for index in range(len(firsts))]
+    words = [parts(read(word)) for word in range(shape.bits // THREADS)]
+    made = []
+    for unit in firsts:
+        size = (config.outputs, THREADS, units)
+        own = [stacked(each[unit : unit + units]).reshape(size) for each in words]
+        made.append((unit, _in_order(own, config, shape.bits)))
+    return made
+
+
+def _ones(codes: Float[Array, "o i"], place: int, group_units: int) -> Float[Array, "o i"]:
+    """1 where codes of a group are, of which codes may be as many as it has, or a whole block."""
+    if codes.shape[1] <= group_units * UNIT:
+        return jnp.ones_like(codes)
+    unit = jax.lax.div(iota(codes.shape, 1), 2) % THREADS
+    mine = jax.lax.div(unit, group_units) == place
+    return jnp.where(mine, 1.0, 0.0).astype(codes.dtype)
+
+
+def _words(
+    shape: Shape, config: SomeRows, codes_ref: Any, first: Any, start: Any, word: int
+) -> UInt[Array, "o u"] | UInt[Array, "o t u"]:
+    """One word of each unit of a block; or, but at 3 bits, one of each thread's words.
+
+    Args:
+        shape: see `_codes`.
+        config: see `_codes`.
+        codes_ref: see `_codes`.
+        first: see `_codes`.
+        start: see `_codes`.
+        word: which.
+    """
+    size: tuple[int, ...] = (config.outputs, BLOCK_UNITS)
+    column: Any = word * shape.units
+    if shape.bits > 3:
+        size = (config.outputs, THREADS, BLOCK_UNITS)
+        column = (iota(size, 1) * (shape.bits // THREADS) + word) * shape.units
+    output, unit = iota(size, 0), start + iota(size, len(size) - 1)
+    # Warps share what is read eight by eight; tensor cores take 16 of a warp.
     warps = config.num_warps
-    if config.in_turns:
-        # Warps share what is read eight by eight; tensor cores take 16 of a warp.
-        warp, pair = output // 8 % warps, output // (8 * warps) % 2
-        output = output // (16 * warps) * (16 * warps) + warp * 16 + pair * 8 + output % 8
-    output = first + output
+    warp, pair = output // 8 % warps, output // (8 * warps) % 2
+    output = first + output // (16 * warps) * (16 * warps) + warp * 16 + pair * 8 + output % 8
     mask = shape.mask((config.outputs, config.units), output, unit)
-    codes = centred(words(shape, codes_ref, output, unit, mask))
-    if config.in_turns:
-        codes = codes.reshape(-1, 2, warps, 8, BLOCK_UNITS, UNIT // 4, 2, 2)
-        codes = codes.transpose(0, 2, 1, 3, 5, 6, 4, 7).reshape(config.outputs, BLOCK)
-    return codes
+    return load(codes_ref, output, column + unit, mask=mask)
+
+
+def _in_order(
+    words: list[UInt[Array, "o t u"]],
+    config: SomeRows,
+    bits: int,
+    taken: Bool[Array, "o t u"] | None = None,
+) -> Float[Array, "o i"]:
+    """Codes of threads' words, less their centre, as `turn` has them.
+
+    Args:
+        words: of parts; at 3 bits, where parts are units, of one unit.
+        config: see there.
+        bits: of a code.
+        taken: see `pairs`.
+    """
+    codes = stacked(pairs(words, bits, taken))
+    size = (-1, 2, config.num_warps, 8, THREADS, words[0].shape[2], 2, part_width(bits) // 4, 2)
+    codes = codes.reshape(size).transpose(0, 2, 1, 3, 5, 7, 8, 4, 6)
+    return codes.reshape(config.outputs, -1)
 
 
 def _inputs(
-    shape: Shape, config: SomeRows, x_ref: Any, first_row: Any, start: Any
-) -> Float[Array, "gm i"]:
-    """The inputs of a block, for each of its groups those of all rows.
-
-    Args:
-        shape: of the call.
-        config: see there.
-        x_ref: rows.
-        first_row: of the program.
-        start: unit of the block.
-    """
-    groups = BLOCK_UNITS // shape.group_units
-    size = groups * config.rows, BLOCK
-    row = first_row + jax.lax.iota(jnp.int32, size[0]) % config.rows
-    read = None
-    if groups > 1:
-        # Not `//`, from which the compiler does not see that neighbours are read together.
-        group, index = jax.lax.div(iota(size, 0), config.rows), iota(size, 1)
-        read = jax.lax.div(index, shape.group_units * UNIT) == group
-    if shape.units % config.units:
-        # The last blocks of an iteration may lie behind the inputs, where other rows are.
-        inside = start * UNIT + iota(size, 1) < shape.inputs
-        read = inside if read is None else read & inside
-    x = x_tile(shape, x_ref, row, start * UNIT, BLOCK, read)
-    if config.in_turns:
-        parts = x.reshape(size[0], BLOCK_UNITS, UNIT // 4, 2, 2)
-        x = parts.transpose(0, 2, 3, 1, 4).reshape(size)
-    return x
-
-
-def _scaled(
-    shape: Shape,
-    config: SomeRows,
-    products: Float[Array, "o gm"],
-    sums: Float[Array, "o gm"] | None,
-    first: Any,
-    start: Any,
-    scale_ref: Any,
-    zero_ref: Any,
-) -> Float[Array, "o m"]:
-    """Products with the numbers of a block.
-
-    Args:
-        shape: of the call.
-        config: see there.
-        products: with its codes from their centre.
-        sums: of inputs, where there are zero points.
-        first: output of the program.
-        start: unit of the block.
-        scale_ref: scales.
-        zero_ref: zero points.
-    """
-    size = config.outputs, BLOCK_UNITS // shape.group_units
-    output, unit = first + iota(size, 0), start + iota(size, 1) * shape.group_units
-    mask = shape.mask((config.outputs, config.units), output, unit)
-    at = output, unit // shape.group_units, mask
-
-    def spread(numbers: Float[Array, "o g"]) -> Float[Array, "o gm"]:
-        wide = jnp.broadcast_to(numbers[:, :, None], (*size, config.rows))
-        return wide.reshape(products.shape)
-
-    factor = step(shape.bits)
-    if sums is not None:
-        above = above_zero(shape, zero_ref, *at)
-        products, factor = products * factor + spread(above) * sums, 1.0
-    products = products * spread(per_group(scale_ref, *at) * factor)
-    if size[1] > 1:
-        products = jnp.sum(products.reshape(*size, config.rows), axis=1)
-    return products
+    shape: Shape, config: SomeRows, x_ref: Any, first_row: Any, unit: Any, width: int
+) -> Float[Array, "m i"]:
+    """So many inputs from a unit on, turned, of the program's rows."""
+    size = config.rows, width
+    row = first_row + iota(size, 0)
+    mask = row < shape.rows if shape.rows % config.rows else None
+    return load(x_ref, row, unit * UNIT + iota(size, 1), mask=mask)

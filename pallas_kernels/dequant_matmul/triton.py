@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic, wi
 from .pieces import Piece
 from .qtensor import QTensor
 from .specs import NUMBERS, RESULTS
+from .turn import part_width
 
 
 def refusals(target: Target, x: Any, weights: Any, *, dtype: Any) -> list[str]:
@@ -59,7 +61,7 @@ def dequant_matmul(
         for piece, cut in zip(pieces, configs, strict=True)
     ]
     flat, results = x.reshape(rows, inputs), {}
-    for together in _launches(configs):
+    for together in _launches(pieces, configs):
         chosen = [(pieces[index], configs[index]) for index in together]
         results |= dict(zip(together, _products(flat, *zip(*chosen, strict=True)), strict=True))
     return tuple(
@@ -71,25 +73,20 @@ def dequant_matmul(
 def _configs(pieces: Sequence[Piece]) -> list[Config]:
     """What suits each piece; of arrays what suits the codes beside them."""
     cores, outputs = current_target().cores, sum(piece.shape.outputs for piece in pieces)
-    found = [
-        heuristic(cores, p.shape.rows, outputs, p.shape.units, p.shape.group_units) for p in pieces
-    ]
-    coded = [config for piece, config in zip(pieces, found, strict=True) if piece.coded]
-    return [
-        config if piece.coded else (coded or found)[0]
-        for piece, config in zip(pieces, found, strict=True)
-    ]
+    return [heuristic(cores, piece.shape, outputs) for piece in pieces]
 
 
-def _launches(configs: Sequence[Config]) -> list[list[int]]:
+def _launches(pieces: Sequence[Piece], configs: Sequence[Config]) -> list[list[int]]:
     """Which pieces are one launch: of few and of some rows, those whose programs are alike."""
     found: dict[Any, list[int]] = {}
-    for index, config in enumerate(configs):
+    widths = [part_width(piece.shape.bits) for piece in pieces if piece.coded]
+    for index, (piece, config) in enumerate(zip(pieces, configs, strict=True)):
         alike: Any = None, index
         if isinstance(config, FewRows):
             alike = config.num_warps
         elif isinstance(config, SomeRows):
-            alike = config.rows, config.splits, config.num_warps, config.num_stages
+            width = part_width(piece.shape.bits) if piece.coded or not widths else widths[0]
+            alike = dataclasses.replace(config, outputs=0), width
         found.setdefault(alike, []).append(index)
     return list(found.values())
 

@@ -91,24 +91,23 @@ def some_rows(
         config: see there.
         first: output of the program.
         first_row: row of it.
-        steps: first iteration and number of them, of `config.units` units each.
+        steps: first iteration and the one after the last, of `config.units` units each.
         x_ref: rows.
         weight_ref: the matrix.
     """
     tile = config.outputs, BLOCK
     output = first + iota(tile, 0)
     row = first_row + jax.lax.iota(jnp.int32, config.rows)
-    begin = config.blocks * steps[0]
-    count = jnp.minimum(config.blocks * steps[1], pl.cdiv(shape.inputs, BLOCK) - begin)
+    first_block, last = config.blocks * steps[0], pl.cdiv(shape.inputs, BLOCK)
 
     def add(index: Array, total: Float[Array, "o m"]) -> Float[Array, "o m"]:
-        start = (begin + index) * BLOCK
+        start = index * BLOCK
         weight = _tile(shape, weight_ref, output, start + iota(tile, 1), tile)
         x = x_tile(shape, x_ref, row, start, BLOCK)
         return total + dot(weight, x.astype(weight.dtype).T)
 
     total = jnp.zeros((config.outputs, config.rows), jnp.float32)
-    return jax.lax.fori_loop(0, count, add, total)
+    return jax.lax.fori_loop(first_block, jnp.minimum(config.blocks * steps[1], last), add, total)
 
 
 def _tile(

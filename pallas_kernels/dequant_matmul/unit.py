@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float, Shaped, UInt
 
 from .._compat import INTERPRETER, as_mantissa, assembled, current_target, multiply_add, selected
 from .layout import CENTRES, UNIT
+from .pairs import pairs
 
 # By bits, for each field of a word in order: by how much the word is shifted left.
 SHIFTS = {
@@ -63,14 +64,10 @@ def shifted_values(words: list[UInt[Array, "*s"]]) -> list[Float[Array, "*s"]]:
 
 
 def centred(words: list[UInt[Array, "o u"]]) -> Float[Array, "o i"]:
-    """The codes of units from the centre, in steps of `step(bits)`: integers, in bfloat16."""
-    bits = len(words)
-    factor = 1 / step(bits)
-    values = []
-    for value, offset in zip(shifted_values(words), offsets(bits), strict=True):
-        lower = jnp.float32(-(offset + CENTRES[bits]) * factor)
-        values.append(multiply_add(value, factor, lower).astype(jnp.bfloat16))
-    return joined(values)
+    """The codes of units less their centre, in bfloat16, which holds them exactly."""
+    both = stacked(pairs(words, len(words)))
+    outputs, units = both.shape[:2]
+    return both.reshape(outputs, units, 2, -1).transpose(0, 1, 3, 2).reshape(outputs, -1)
 
 
 def numbers(
@@ -144,18 +141,18 @@ def _moved(word: int, left: int) -> str:
     return f"w{word}_{'left' if left > 0 else 'right'}_{abs(left)}"
 
 
-def step(bits: int) -> float:
-    """Size of a step of `centred`, in codes: 0.5 where the centre is between two of them."""
-    return 0.5 if CENTRES[bits] % 1 else 1.0
-
-
 def joined(values: list[Float[Array, "*s"]]) -> Float[Array, "*t"]:
     """The values of a unit, in order, along a last axis; units side by side if there are some."""
+    return stacked(values).reshape(values[0].shape[0], -1)
+
+
+def stacked(values: list[Shaped[Array, "*s"]]) -> Shaped[Array, "*t"]:
+    """Further axes of two, whose elements are the values in order."""
     while len(values) > 1:
         half = len(values) // 2
-        pairs = zip(values[:half], values[half:], strict=True)
-        values = [jnp.stack(pair, axis=-1) for pair in pairs]
-    return values[0].reshape(values[0].shape[0], -1)
+        both = zip(values[:half], values[half:], strict=True)
+        values = [jnp.stack(pair, axis=-1) for pair in both]
+    return values[0]
 
 
 def _shift(bits: int, word: int, field: int) -> int:

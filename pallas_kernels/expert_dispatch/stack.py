@@ -17,7 +17,7 @@ from .._compat import dot
 from ..dequant_matmul.layout import CENTRES, UNIT
 from ..dequant_matmul.operands import Shape, iota, load, per_group, words
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.unit import centred, numbers, step
+from ..dequant_matmul.unit import centred, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +144,11 @@ class Coded:
         group = index * at.units // self.shape.group_units
         inside = at.output < at.outputs if at.outputs % size[0] else None
         scales, *zeros = (per_group(ref, at.row + at.output, group, inside) for ref in refs[1:])
-        factor = step(self.shape.bits)
         if zeros:
             sums = jnp.sum(x.astype(jnp.float32), axis=1)
             above = CENTRES[self.shape.bits] - zeros[0]
-            products, factor = products * factor + above[:, None] * sums[None, :], 1.0
-        return total + products * (scales * factor)[:, None]
+            products = products + above[:, None] * sums[None, :]
+        return total + products * scales[:, None]
 
 
 Stack = Plain | Coded

@@ -27,6 +27,7 @@ from pallas_kernels.dequant_matmul.config import (
     Unpacked,
     heuristic,
 )
+from pallas_kernels.dequant_matmul.operands import Shape
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import SPECS, Matrix
 from pallas_kernels.testing import interpreted, norm_error
@@ -67,6 +68,7 @@ CUTS = {
     "few rows": (small(2, 3, 32, inputs=520, zero=True), FewRows(8, 8, 1)),
     "few rows, many tiles": (small(1, 8, 128, inputs=1340, outputs=5), FewRows(4, 8, 1)),
     "some rows": (small(33, 3, 64, zero=True, outputs=70), SomeRows(16, 32)),
+    "some rows, 4 bits": (small(17, 4, 32, inputs=420, outputs=70), SomeRows(16, 32, blocks=2)),
     "some rows, split": (
         small(7, 8, 32, inputs=520, outputs=32, scale="float32"),
         SomeRows(16, 32, 3, blocks=2),
@@ -267,7 +269,8 @@ def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
     [(1, FewRows), (4, FewRows), (5, SomeRows), (64, SomeRows), (65, ManyRows), (256, Unpacked)],
 )
 def test_rows_decide_the_kernel(rows, kind):
-    assert isinstance(heuristic(132, rows, 12288, 64, 4), kind)
+    shape = Shape(rows, 2048, 12288, 3, 64, 4, jnp.float32)
+    assert isinstance(heuristic(132, shape, 12288), kind)
 
 
 def test_the_reference_works_through_large_matrices_in_pieces(monkeypatch):

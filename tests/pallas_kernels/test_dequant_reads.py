@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.dequant_matmul import layout, operands, some_rows
 from pallas_kernels.dequant_matmul.config import BLOCK_UNITS, SomeRows
+from pallas_kernels.testing import interpreted
 
 
 class Rows:
@@ -22,24 +23,23 @@ class Rows:
         return tuple(np.asarray(i) for i in index)
 
 
+@pytest.mark.parametrize("bits", layout.BITS)
 @pytest.mark.parametrize("inputs", [384, 200, 512])
-def test_no_row_is_read_past_its_end(monkeypatch, inputs):
+def test_each_word_is_read_once_and_none_past_the_end(monkeypatch, inputs, bits):
     """The interpreter moves such reads back into the row; a device reads the row behind it."""
-    read = []
+    outputs, units, read = 20, layout.unit_count(inputs), []
 
     def load(at: tuple[np.ndarray, ...], mask: Any, other: Any) -> jnp.ndarray:
         row, column = np.broadcast_arrays(*at)
         inside = np.ones(row.shape, bool) if mask is None else np.asarray(mask)
-        assert (column[inside] < inputs).all() and (row[inside] < 16).all()
+        assert (row[inside] < outputs).all() and (column[inside] < bits * units).all()
         read.extend(zip(row[inside].tolist(), column[inside].tolist(), strict=True))
-        return jnp.zeros(row.shape, jnp.bfloat16)
+        return jnp.zeros(row.shape, jnp.uint32)
 
     monkeypatch.setattr(operands.plt, "load", load)
     config = SomeRows(16, 32, blocks=2)
-    units = layout.unit_count(inputs)
-    shape = operands.Shape(16, inputs, 32, 3, units, 4, jnp.float32)
-    for start in range(0, units, config.units):
-        for block in range(config.blocks):
-            unit = start + block * BLOCK_UNITS
-            some_rows._inputs(shape, config, Rows((16, inputs)), 0, unit)
-    assert len(read) == len(set(read)) == 16 * inputs
+    shape = operands.Shape(16, inputs, outputs, bits, units, 4, jnp.float32)
+    with interpreted():
+        for start in range(0, units, BLOCK_UNITS):
+            some_rows._codes(shape, config, Rows((outputs, bits * units)), 0, start)
+    assert len(read) == len(set(read)) == outputs * bits * units

@@ -1,0 +1,125 @@
+"""The 32 values of units as pairs in bfloat16, two in a register, inside a kernel.
+
+A register has room for two numbers of 16 bits. Fields that follow each other are brought into its
+halves, one bit above the lowest, and masked into the mantissa of 64, whose lowest bit is a half: so
+that both become 64 + code in one instruction, and lose 64 and the centre of the codes in the next.
+Codes of 8 bits are put together of two halves of theirs, each above 128. All of this is exact.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, UInt
+
+from .._compat import INTERPRETER, assembled, current_target, selected
+from .layout import CENTRES
+
+LOW = 0xFFFF
+# By bits: how far a word is shifted left for the lower and the upper half of a register, and how
+# far that is shifted right then, for each pair.
+HALVES = {
+    3: (((1, 14), (0, 6, 12)), ((-17, -4), (0, 6))),
+    4: (((1, 13), (0, 8)), ((-15, -3), (0, 8))),
+}
+# Numbers in bfloat16, twice: 64, 128, 1, 16; and, by bits, -(64 + centre). For 8 bits, where a
+# code is 16 (128 + upper half) + 128 + lower half, what is too much of it.
+SIXTY_FOUR, ONE_HUNDRED_AND_TWENTY_EIGHT = "0x42804280", "0x43004300"
+ONE, SIXTEEN = "0x3F803F80", "0x41804180"
+LESS = {3: "0xC287C287", 4: "0xC28FC28F", 8: "0xC510C510"}
+
+
+def pairs(
+    words: list[UInt[Array, "*s"]], bits: int, taken: Bool[Array, "*s"] | None = None
+) -> list[Float[Array, "*s 2"]]:
+    """Values 2 i and 2 i + 1, less the centre of the codes, for each i: in bfloat16.
+
+    Args:
+        words: of units, one array for each that follows. At 3 bits, whole units; else any number.
+        bits: of a code.
+        taken: whose values count, the others are 0; all of them if None, as it must be at 8 bits.
+    """
+    if bits == 8:
+        return [_of_bytes(word, first) for word in words for first in (0, 2)]
+    fields = []
+    for word in words:
+        for (low, high), rights in HALVES[bits]:
+            both = selected(_shifted(word, low), _shifted(word, high), LOW)
+            fields += [_shifted(both, -right) for right in rights]
+    if bits == 3:
+        fields.append(_last_two(*words))
+    return [_of_fields(field, bits, taken) for field in fields]
+
+
+def _last_two(
+    first: UInt[Array, "*s"], second: UInt[Array, "*s"], third: UInt[Array, "*s"]
+) -> UInt[Array, "*s"]:
+    """Values 30 and 31, see `layout`, in the halves of a register."""
+    low = selected(first >> jnp.uint32(28), second >> jnp.uint32(29), 0b1100)
+    high = selected(third >> jnp.uint32(13), second >> jnp.uint32(12), 0b11 << 17)
+    return selected(low, high, LOW)
+
+
+def _of_fields(
+    fields: UInt[Array, "*s"], bits: int, taken: Bool[Array, "*s"] | None
+) -> Float[Array, "*s 2"]:
+    if current_target().platform == INTERPRETER:
+        found = _plainly(fields >> jnp.uint32(1), fields >> jnp.uint32(17), bits)
+        return found if taken is None else jnp.where(taken[..., None], found, 0)
+    mask, one, less = (2**bits - 1) * 0x20002, ONE, LESS[bits]
+    more = []
+    if taken is not None:
+        # What the mantissa is multiplied with and what comes off it are zero then.
+        more = [
+            jnp.where(taken, jnp.uint32(int(number, 16)), jnp.uint32(0)) for number in (one, less)
+        ]
+        one, less = "$3", "$5"
+    return _twice(
+        f"{{ .reg .b32 mask, base, field, one, less; mov.b32 mask, {mask}; "
+        f"mov.b32 base, {SIXTY_FOUR}; mov.b32 one, {one}; mov.b32 less, {less}; "
+        "lop3.b32 field, $1, mask, base, 0xEA; fma.rn.bf16x2 $0, field, one, less; }",
+        fields,
+        *more,
+    )
+
+
+def _of_bytes(words: UInt[Array, "*s"], first: int) -> Float[Array, "*s 2"]:
+    if current_target().platform == INTERPRETER:
+        return _plainly(words >> jnp.uint32(8 * first), words >> jnp.uint32(8 * first + 8), 8)
+    return _twice(
+        "{ .reg .b32 mask, base, bytes, low, high, one, sixteen, less; mov.b32 mask, 0x000F000F; "
+        f"mov.b32 base, {ONE_HUNDRED_AND_TWENTY_EIGHT}; mov.b32 one, {ONE}; "
+        f"mov.b32 sixteen, {SIXTEEN}; mov.b32 less, {LESS[8]}; "
+        # Bytes first, 4, first + 1 and 4, from the lowest on; 4 is one of the zero.
+        f"prmt.b32 bytes, $1, 0, {0x4140 + 0x0101 * first:#x}; "
+        "lop3.b32 low, bytes, mask, base, 0xEA; shr.b32 bytes, bytes, 4; "
+        "lop3.b32 high, bytes, mask, base, 0xEA; fma.rn.bf16x2 high, high, sixteen, less; "
+        "fma.rn.bf16x2 $0, low, one, high; }",
+        words,
+    )
+
+
+def _plainly(low: UInt[Array, "*s"], high: UInt[Array, "*s"], bits: int) -> Float[Array, "*s 2"]:
+    """What the instructions make, from fields at the lowest bits."""
+    both = jnp.stack((low, high), axis=-1) & jnp.uint32(2**bits - 1)
+    return (both.astype(jnp.float32) - CENTRES[bits]).astype(jnp.bfloat16)
+
+
+def _twice(text: str, *words: UInt[Array, "*s"]) -> Float[Array, "*s 2"]:
+    """What is made of words; each comes twice since the result is two numbers."""
+    size = (*words[0].shape, 2)
+    args = [
+        jnp.broadcast_to(lax.bitcast_convert_type(word, jnp.int32)[..., None], size)
+        for word in words
+    ]
+    # An argument that differs keeps the compiler from making one of two numbers, and that twice.
+    args.append(lax.broadcasted_iota(jnp.int32, size, len(size) - 1))
+    constraints = ",".join(["=r", *["r"] * (2 * len(args))])
+    return assembled(text, args, constraints, jax.ShapeDtypeStruct(size, jnp.bfloat16), pack=2)
+
+
+def _shifted(word: UInt[Array, "*s"], left: int) -> UInt[Array, "*s"]:
+    if left == 0:
+        return word
+    return word << jnp.uint32(left) if left > 0 else word >> jnp.uint32(-left)
