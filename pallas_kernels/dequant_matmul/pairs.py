@@ -30,10 +30,10 @@ ONE, SIXTEEN = "0x3F803F80", "0x41804180"
 LESS = {3: "0xC287C287", 4: "0xC28FC28F", 8: "0xC510C510"}
 
 
-def pairs(
+def values(
     words: list[UInt[Array, "*s"]], bits: int, taken: Bool[Array, "*s"] | None = None
-) -> list[Float[Array, "*s 2"]]:
-    """Values 2 i and 2 i + 1, less the centre of the codes, for each i: in bfloat16.
+) -> list[Float[Array, "*s"]]:
+    """The values in order, less the centre of the codes, in bfloat16.
 
     Args:
         words: of units, one array for each that follows. At 3 bits, whole units; else any number.
@@ -41,7 +41,7 @@ def pairs(
         taken: whose values count, the others are 0; all of them if None, as it must be at 8 bits.
     """
     if bits == 8:
-        return [_of_bytes(word, first) for word in words for first in (0, 2)]
+        return [value for word in words for first in (0, 2) for value in _of_bytes(word, first)]
     fields = []
     for word in words:
         for (low, high), rights in HALVES[bits]:
@@ -49,7 +49,7 @@ def pairs(
             fields += [_shifted(both, -right) for right in rights]
     if bits == 3:
         fields.append(_last_two(*words))
-    return [_of_fields(field, bits, taken) for field in fields]
+    return [value for field in fields for value in _of_fields(field, bits, taken)]
 
 
 def _last_two(
@@ -63,60 +63,66 @@ def _last_two(
 
 def _of_fields(
     fields: UInt[Array, "*s"], bits: int, taken: Bool[Array, "*s"] | None
-) -> Float[Array, "*s 2"]:
+) -> list[Float[Array, "*s"]]:
     if current_target().platform == INTERPRETER:
-        found = _plainly(fields >> jnp.uint32(1), fields >> jnp.uint32(17), bits)
-        return found if taken is None else jnp.where(taken[..., None], found, 0)
+        found = [_plainly(fields >> jnp.uint32(right), bits) for right in (1, 17)]
+        return found if taken is None else [jnp.where(taken, value, 0) for value in found]
     mask, one, less = (2**bits - 1) * 0x20002, ONE, LESS[bits]
-    more = []
+    more, start = [], f"mov.b32 one, {one}; mov.b32 less, {less};"
     if taken is not None:
         # What the mantissa is multiplied with and what comes off it are zero then.
-        more = [
-            jnp.where(taken, jnp.uint32(int(number, 16)), jnp.uint32(0)) for number in (one, less)
-        ]
-        one, less = "$3", "$5"
-    return _twice(
-        f"{{ .reg .b32 mask, base, field, one, less; mov.b32 mask, {mask}; "
-        f"mov.b32 base, {SIXTY_FOUR}; mov.b32 one, {one}; mov.b32 less, {less}; "
-        "lop3.b32 field, $1, mask, base, 0xEA; fma.rn.bf16x2 $0, field, one, less; }",
+        numbers = jnp.uint32(int(one, 16)), jnp.uint32(int(less, 16))
+        more = [jnp.where(taken, number, jnp.uint32(0)) for number in numbers]
+        start = "mov.b32 one, $2; mov.b32 less, $3;"
+    return _halves(
+        f"mov.b32 mask, {mask}; mov.b32 base, {SIXTY_FOUR}; {start} "
+        "lop3.b32 low, $1, mask, base, 0xEA; fma.rn.bf16x2 both, low, one, less;",
         fields,
         *more,
     )
 
 
-def _of_bytes(words: UInt[Array, "*s"], first: int) -> Float[Array, "*s 2"]:
+def _of_bytes(words: UInt[Array, "*s"], first: int) -> list[Float[Array, "*s"]]:
     if current_target().platform == INTERPRETER:
-        return _plainly(words >> jnp.uint32(8 * first), words >> jnp.uint32(8 * first + 8), 8)
-    return _twice(
-        "{ .reg .b32 mask, base, bytes, low, high, one, sixteen, less; mov.b32 mask, 0x000F000F; "
-        f"mov.b32 base, {ONE_HUNDRED_AND_TWENTY_EIGHT}; mov.b32 one, {ONE}; "
-        f"mov.b32 sixteen, {SIXTEEN}; mov.b32 less, {LESS[8]}; "
+        return [_plainly(words >> jnp.uint32(8 * byte), 8) for byte in (first, first + 1)]
+    return _halves(
+        f"mov.b32 mask, 0x000F000F; mov.b32 base, {ONE_HUNDRED_AND_TWENTY_EIGHT}; "
+        f"mov.b32 one, {ONE}; mov.b32 sixteen, {SIXTEEN}; mov.b32 less, {LESS[8]}; "
         # Bytes first, 4, first + 1 and 4, from the lowest on; 4 is one of the zero.
-        f"prmt.b32 bytes, $1, 0, {0x4140 + 0x0101 * first:#x}; "
-        "lop3.b32 low, bytes, mask, base, 0xEA; shr.b32 bytes, bytes, 4; "
-        "lop3.b32 high, bytes, mask, base, 0xEA; fma.rn.bf16x2 high, high, sixteen, less; "
-        "fma.rn.bf16x2 $0, low, one, high; }",
+        f"prmt.b32 high, $1, 0, {0x4140 + 0x0101 * first:#x}; "
+        "lop3.b32 low, high, mask, base, 0xEA; shr.b32 high, high, 4; "
+        "lop3.b32 high, high, mask, base, 0xEA; fma.rn.bf16x2 high, high, sixteen, less; "
+        "fma.rn.bf16x2 both, low, one, high;",
         words,
     )
 
 
-def _plainly(low: UInt[Array, "*s"], high: UInt[Array, "*s"], bits: int) -> Float[Array, "*s 2"]:
-    """What the instructions make, from fields at the lowest bits."""
-    both = jnp.stack((low, high), axis=-1) & jnp.uint32(2**bits - 1)
-    return (both.astype(jnp.float32) - CENTRES[bits]).astype(jnp.bfloat16)
+def _plainly(words: UInt[Array, "*s"], bits: int) -> Float[Array, "*s"]:
+    """What the instructions make of the lowest field."""
+    code = words & jnp.uint32(2**bits - 1)
+    return (code.astype(jnp.float32) - CENTRES[bits]).astype(jnp.bfloat16)
 
 
-def _twice(text: str, *words: UInt[Array, "*s"]) -> Float[Array, "*s 2"]:
-    """What is made of words; each comes twice since the result is two numbers."""
-    size = (*words[0].shape, 2)
-    args = [
-        jnp.broadcast_to(lax.bitcast_convert_type(word, jnp.int32)[..., None], size)
-        for word in words
+def _halves(text: str, *words: UInt[Array, "*s"]) -> list[Float[Array, "*s"]]:
+    """The halves of what is made of words, the lower first.
+
+    The instructions are given for each half, and the assembler leaves out those that are there
+    already: then it sees that the halves of a register are wanted, and takes the register.
+
+    Args:
+        text: instructions that make `both` of $1; see `_compat.assembled`.
+        words: to make it of, and further arguments.
+    """
+    return [
+        assembled(
+            "{ .reg .b32 mask, base, low, high, one, sixteen, less, both; .reg .b16 other; "
+            f"{text} mov.b32 {{{order}}}, both; }}",
+            [lax.bitcast_convert_type(word, jnp.int32) for word in words],
+            ",".join(["=h", *["r"] * len(words)]),
+            jax.ShapeDtypeStruct(words[0].shape, jnp.bfloat16),
+        )
+        for order in ("$0, other", "other, $0")
     ]
-    # An argument that differs keeps the compiler from making one of two numbers, and that twice.
-    args.append(lax.broadcasted_iota(jnp.int32, size, len(size) - 1))
-    constraints = ",".join(["=r", *["r"] * (2 * len(args))])
-    return assembled(text, args, constraints, jax.ShapeDtypeStruct(size, jnp.bfloat16), pack=2)
 
 
 def _shifted(word: UInt[Array, "*s"], left: int) -> UInt[Array, "*s"]:

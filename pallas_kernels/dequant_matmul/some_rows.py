@@ -23,7 +23,7 @@ from . import uncoded
 from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
 from .operands import Shape, above_zero, iota, load, per_group
-from .pairs import pairs
+from .pairs import values
 from .pieces import Piece, Share, launch
 from .turn import THREADS, part_width, turned
 from .unit import stacked
@@ -209,9 +209,9 @@ def _in_order(
         bits: of a code.
         taken: see `pairs`.
     """
-    codes = stacked(pairs(words, bits, taken))
-    size = (-1, 2, config.num_warps, 8, THREADS, words[0].shape[2], 2, part_width(bits) // 4, 2)
-    codes = codes.reshape(size).transpose(0, 2, 1, 3, 5, 7, 8, 4, 6)
+    codes = stacked(values(words, bits, taken))
+    size = (-1, 2, config.num_warps, 8, THREADS, words[0].shape[2], part_width(bits) // 4, 2, 2)
+    codes = codes.reshape(size).transpose(0, 2, 1, 3, 5, 6, 7, 4, 8)
     return codes.reshape(config.outputs, -1)
 
 

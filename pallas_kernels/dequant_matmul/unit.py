@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Shaped, UInt
 
 from .._compat import INTERPRETER, as_mantissa, assembled, current_target, multiply_add, selected
 from .layout import CENTRES, UNIT
-from .pairs import pairs
+from .pairs import values
 
 # By bits, for each field of a word in order: by how much the word is shifted left.
 SHIFTS = {
@@ -65,9 +65,7 @@ def shifted_values(words: list[UInt[Array, "*s"]]) -> list[Float[Array, "*s"]]:
 
 def centred(words: list[UInt[Array, "o u"]]) -> Float[Array, "o i"]:
     """The codes of units less their centre, in bfloat16, which holds them exactly."""
-    both = stacked(pairs(words, len(words)))
-    outputs, units = both.shape[:2]
-    return both.reshape(outputs, units, 2, -1).transpose(0, 1, 3, 2).reshape(outputs, -1)
+    return joined(values(words, len(words)))
 
 
 def numbers(
@@ -91,11 +89,12 @@ def numbers(
         lower[above] = (
             distance * scales if offset is None else multiply_add(distance, scales, offset)
         )
-    values = [
-        multiply_add(value, scales, lower[above]).astype(jnp.bfloat16)
-        for value, above in zip(shifted_values(words), offsets(bits), strict=True)
-    ]
-    return joined(values)
+    return joined(
+        [
+            multiply_add(value, scales, lower[above]).astype(jnp.bfloat16)
+            for value, above in zip(shifted_values(words), offsets(bits), strict=True)
+        ]
+    )
 
 
 def multiplied(
