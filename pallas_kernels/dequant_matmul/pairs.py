@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, UInt
+from jaxtyping import Array, Float, UInt
 
 from .._compat import INTERPRETER, assembled, current_target, selected
 from .layout import CENTRES
@@ -30,15 +30,12 @@ ONE, SIXTEEN = "0x3F803F80", "0x41804180"
 LESS = {3: "0xC287C287", 4: "0xC28FC28F", 8: "0xC510C510"}
 
 
-def values(
-    words: list[UInt[Array, "*s"]], bits: int, taken: Bool[Array, "*s"] | None = None
-) -> list[Float[Array, "*s"]]:
+def values(words: list[UInt[Array, "*s"]], bits: int) -> list[Float[Array, "*s"]]:
     """The values in order, less the centre of the codes, in bfloat16.
 
     Args:
         words: of units, one array for each that follows. At 3 bits, whole units; else any number.
         bits: of a code.
-        taken: whose values count, the others are 0; all of them if None, as it must be at 8 bits.
     """
     if bits == 8:
         return [value for word in words for first in (0, 2) for value in _of_bytes(word, first)]
@@ -49,7 +46,7 @@ def values(
             fields += [_shifted(both, -right) for right in rights]
     if bits == 3:
         fields.append(_last_two(*words))
-    return [value for field in fields for value in _of_fields(field, bits, taken)]
+    return [value for field in fields for value in _of_fields(field, bits)]
 
 
 def _last_two(
@@ -61,24 +58,14 @@ def _last_two(
     return selected(low, high, LOW)
 
 
-def _of_fields(
-    fields: UInt[Array, "*s"], bits: int, taken: Bool[Array, "*s"] | None
-) -> list[Float[Array, "*s"]]:
+def _of_fields(fields: UInt[Array, "*s"], bits: int) -> list[Float[Array, "*s"]]:
     if current_target().platform == INTERPRETER:
-        found = [_plainly(fields >> jnp.uint32(right), bits) for right in (1, 17)]
-        return found if taken is None else [jnp.where(taken, value, 0) for value in found]
-    mask, one, less = (2**bits - 1) * 0x20002, ONE, LESS[bits]
-    more, start = [], f"mov.b32 one, {one}; mov.b32 less, {less};"
-    if taken is not None:
-        # What the mantissa is multiplied with and what comes off it are zero then.
-        numbers = jnp.uint32(int(one, 16)), jnp.uint32(int(less, 16))
-        more = [jnp.where(taken, number, jnp.uint32(0)) for number in numbers]
-        start = "mov.b32 one, $2; mov.b32 less, $3;"
+        return [_plainly(fields >> jnp.uint32(right), bits) for right in (1, 17)]
     return _halves(
-        f"mov.b32 mask, {mask}; mov.b32 base, {SIXTY_FOUR}; {start} "
+        f"mov.b32 mask, {(2**bits - 1) * 0x20002}; mov.b32 base, {SIXTY_FOUR}; "
+        f"mov.b32 one, {ONE}; mov.b32 less, {LESS[bits]}; "
         "lop3.b32 low, $1, mask, base, 0xEA; fma.rn.bf16x2 both, low, one, less;",
         fields,
-        *more,
     )
 
 
@@ -103,7 +90,7 @@ def _plainly(words: UInt[Array, "*s"], bits: int) -> Float[Array, "*s"]:
     return (code.astype(jnp.float32) - CENTRES[bits]).astype(jnp.bfloat16)
 
 
-def _halves(text: str, *words: UInt[Array, "*s"]) -> list[Float[Array, "*s"]]:
+def _halves(text: str, words: UInt[Array, "*s"]) -> list[Float[Array, "*s"]]:
     """The halves of what is made of words, the lower first.
 
     The instructions are given for each half, and the assembler leaves out those that are there
@@ -111,15 +98,15 @@ def _halves(text: str, *words: UInt[Array, "*s"]) -> list[Float[Array, "*s"]]:
 
     Args:
         text: instructions that make `both` of $1; see `_compat.assembled`.
-        words: to make it of, and further arguments.
+        words: to make it of.
     """
     return [
         assembled(
             "{ .reg .b32 mask, base, low, high, one, sixteen, less, both; .reg .b16 other; "
             f"{text} mov.b32 {{{order}}}, both; }}",
-            [lax.bitcast_convert_type(word, jnp.int32) for word in words],
-            ",".join(["=h", *["r"] * len(words)]),
-            jax.ShapeDtypeStruct(words[0].shape, jnp.bfloat16),
+            [lax.bitcast_convert_type(words, jnp.int32)],
+            "=h,r",
+            jax.ShapeDtypeStruct(words.shape, jnp.bfloat16),
         )
         for order in ("$0, other", "other, $0")
     ]

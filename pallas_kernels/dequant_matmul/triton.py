@@ -15,7 +15,7 @@ from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic, wi
 from .pieces import Piece
 from .qtensor import QTensor
 from .specs import NUMBERS, RESULTS
-from .turn import part_width
+from .tile import order
 
 
 def refusals(target: Target, x: Any, weights: Any, *, dtype: Any) -> list[str]:
@@ -79,14 +79,14 @@ def _configs(pieces: Sequence[Piece]) -> list[Config]:
 def _launches(pieces: Sequence[Piece], configs: Sequence[Config]) -> list[list[int]]:
     """Which pieces are one launch: of few and of some rows, those whose programs are alike."""
     found: dict[Any, list[int]] = {}
-    widths = [part_width(piece.shape.bits) for piece in pieces if piece.coded]
+    orders = [order(piece.shape) for piece in pieces if piece.coded]
     for index, (piece, config) in enumerate(zip(pieces, configs, strict=True)):
         alike: Any = None, index
         if isinstance(config, FewRows):
             alike = config.num_warps
         elif isinstance(config, SomeRows):
-            width = part_width(piece.shape.bits) if piece.coded or not widths else widths[0]
-            alike = dataclasses.replace(config, outputs=0), width
+            mine = order(piece.shape) if piece.coded or not orders else orders[0]
+            alike = dataclasses.replace(config, outputs=0), mine
         found.setdefault(alike, []).append(index)
     return list(found.values())
 

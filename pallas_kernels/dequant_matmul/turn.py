@@ -10,7 +10,7 @@ at 4 bits and two at 8.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .layout import UNIT
 
@@ -22,14 +22,37 @@ def part_width(bits: int) -> int:
     return UNIT if bits == 3 else UNIT // THREADS
 
 
-def turned(x: Float[Array, "M I"], units: int, width: int) -> Float[Array, "M _I"]:
+def turned(
+    x: Float[Array, "M I"], units: int, width: int, copies: int = 1
+) -> Float[Array, "M _I"] | Float[Array, "CM _I"]:
     """Rows of inputs in that order.
 
     Args:
         x: rows.
         units: what there is gets zeros up to a multiple of so many.
         width: of a part.
+        copies: of all rows, one behind the other, each zero but for so many-th of the parts that
+            are multiplied together: those of one thread, or of two that follow each other.
     """
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (units * UNIT))))
-    parts = x.reshape(x.shape[0], -1, THREADS, width // 4, 2, 2)
-    return parts.transpose(0, 1, 3, 4, 2, 5).reshape(x.shape)
+    parts = x.reshape(1, x.shape[0], -1, THREADS, width // 4, 2, 2)
+    if copies > 1:
+        group = jnp.arange(THREADS, dtype=jnp.int32) // (THREADS // copies)
+        mine = group[None, :] == jnp.arange(copies, dtype=jnp.int32)[:, None]
+        parts = jnp.where(mine[:, None, None, :, None, None, None], parts, 0)
+    return parts.transpose(0, 1, 2, 4, 5, 3, 6).reshape(copies * x.shape[0], -1)
+
+
+def place_of(column: Int[Array, "*s"], width: int) -> Int[Array, "*s"]:
+    """Where `turned` brings a column."""
+    inside = column % (THREADS * width)
+    thread, value = inside // width, inside % width
+    place = value // 4 * 16 + value % 4 // 2 * 8 + thread * 2 + value % 2
+    return column - inside + place
+
+
+def column_of(place: Int[Array, "*s"], width: int) -> Int[Array, "*s"]:
+    """Which column `turned` brings to a place."""
+    inside = place % (THREADS * width)
+    value = inside // 16 * 4 + inside // 8 % 2 * 2 + inside % 2
+    return place - inside + inside // 2 % THREADS * width + value

@@ -27,7 +27,7 @@ def summed(
     weights: Float[Array, "M A"],
     experts: int,
     dtype: Any,
-    shared: tuple[Float[Array, "M D"], Float[Array, "M 1"]] | None = None,
+    shared: Float[Array, "M D"] | None = None,
     residual: Float[Array, "M D"] | None = None,
 ) -> Float[Array, "M D"]:
     """Weighted sum over each token's slots, in float32 and rounded once.
@@ -38,7 +38,7 @@ def summed(
         weights: of slots.
         experts: E.
         dtype: of the result.
-        shared: what the shared expert made, and the logits of its strengths; None without one.
+        shared: what the shared expert adds; None without one.
         residual: what the sum is added to; None for zero.
     """
     (tokens, slots), width = ids.shape, y.shape[1]
@@ -50,8 +50,7 @@ def summed(
         row = jnp.full((COLUMNS,), token, jnp.int32)
         total = jnp.zeros((COLUMNS,), jnp.float32)
         if shared is not None:
-            strength = jax.lax.logistic(refs[1][token, 0].astype(jnp.float32))
-            total = load(refs[0], row, column, mask=inside).astype(jnp.float32) * strength
+            total = load(refs[0], row, column, mask=inside).astype(jnp.float32)
         for slot in range(slots):
             expert, weight = ids_ref[token, slot], weights_ref[token, slot]
             filled = (expert >= 0) & (expert < experts)
@@ -71,4 +70,4 @@ def summed(
         name="expert_dispatch_sum",
         grid=(tokens, pl.cdiv(width, COLUMNS)),
         out_shape=jax.ShapeDtypeStruct((tokens, width), dtype),
-    )(y, ids, weights, *(shared or ()), *(() if residual is None else (residual,)))
+    )(y, ids, weights, *(array for array in (shared, residual) if array is not None))

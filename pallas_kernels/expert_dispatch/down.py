@@ -20,7 +20,7 @@ from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
 from .config import Cut
-from .gate_up import columns, store
+from .gates import columns, store
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
 from .shared import SharedExpert
 
@@ -70,12 +70,13 @@ def summed(
         if shared is not None:
             # In front: what it reads is on its way while experts' numbers are.
             own = matrix_of(shared.down_proj)
-            total = _shared(own, of_made[1], refs[matrix.count : -1], token, first, width, cut)
+            below = refs[matrix.count : -1]
+            total = shared_outputs(own, of_made[1], below, token, first, width, cut)
             total = total * of_made[2][token, 0]
         parts = matrix, of_made[0], refs[: matrix.count]
         sums = _routed(*parts, routing, first, width, cut)
         if total is not None:
-            sums = sums + jnp.sum(total, axis=1).reshape(sums.shape[::-1]).T
+            sums = sums + total
         if stream is not None:
             sums = stream + sums
         store(refs[-1], token, first, width, sums)
@@ -146,7 +147,7 @@ def _routed(
     return jnp.sum(together, axis=1)
 
 
-def _shared(
+def shared_outputs(
     matrix: Matrix,
     made_ref: Any,
     refs: tuple[Any, ...],
@@ -154,8 +155,8 @@ def _shared(
     first: Any,
     width: int,
     cut: Cut,
-) -> Float[Array, "o u"]:
-    """Of the shared expert, before the sum over units.
+) -> Float[Array, "o n"]:
+    """Of the shared expert.
 
     All outputs are met at once, by as many threads as are left for each.
 
@@ -179,4 +180,6 @@ def _shared(
         values = inputs_of_units(made_ref, token, units, step, matrix)
         return [sums[0] + matrix.product(read, matrix.prepared(values))]
 
-    return units.over_steps(add, 1)[0]
+    total = jnp.sum(units.over_steps(add, 1)[0], axis=1)
+    size = cut.outputs_at_once, cut.outputs // cut.outputs_at_once
+    return total.reshape(size[::-1]).T

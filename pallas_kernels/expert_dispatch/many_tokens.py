@@ -141,13 +141,11 @@ def _made(weight: QTensor, start: Int[Array, ""], first: int, count: int) -> Par
     return Part(Plain(inputs), [matrices], first, count, count == experts)
 
 
-def _shared_expert(
-    x: Float[Array, "M D"], shared: SharedExpert
-) -> tuple[Float[Array, "M D"], Float[Array, "M 1"]]:
-    """Its output and the logits of its strength: products of all tokens, as of any layer."""
+def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array, "M D"]:
+    """Its output times its strength: products of all tokens, as of any layer."""
     gate, up = (_product(x, weight) for weight in (shared.gate_proj, shared.up_proj))
     made = (jax.nn.silu(gate) * up).astype(x.dtype)
-    return _product(made, shared.down_proj), _product(x, shared.gate)
+    return _product(made, shared.down_proj) * jax.nn.sigmoid(_product(x, shared.gate))
 
 
 def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:

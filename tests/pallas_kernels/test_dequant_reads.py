@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dequant_matmul import layout, operands, some_rows
+from pallas_kernels.dequant_matmul import layout, operands, tile
 from pallas_kernels.dequant_matmul.config import BLOCK_UNITS, SomeRows
 from pallas_kernels.testing import interpreted
 
@@ -41,5 +41,5 @@ def test_each_word_is_read_once_and_none_past_the_end(monkeypatch, inputs, bits)
     shape = operands.Shape(16, inputs, outputs, bits, units, 4, jnp.float32)
     with interpreted():
         for start in range(0, units, BLOCK_UNITS):
-            some_rows._codes(shape, config, Rows((outputs, bits * units)), 0, start)
+            tile._codes(shape, config, Rows((outputs, bits * units)), 0, 0, start)
     assert len(read) == len(set(read)) == outputs * bits * units

@@ -199,15 +199,15 @@ def test_sums(shared):
     filled = (ids >= 0) & (ids < 3)
     assert filled.any() and not filled.all()
     y[~filled.ravel()] = np.nan
-    beside = rng.standard_normal((5, 2200), np.float32), rng.standard_normal((5, 1), np.float32)
+    beside = rng.standard_normal((5, 2200), np.float32)
     numbers = np.asarray(y, np.float64).reshape(5, 3, 2200)
     wanted = np.einsum("mad,ma->md", np.where(filled[..., None], numbers, 0), weights)
     if shared:
-        wanted += beside[0] / (1 + np.exp(-np.asarray(beside[1], np.float64)))
+        wanted += beside
     call = functools.partial(combine.summed, experts=3, dtype=jnp.float32)
     arrays = [jnp.asarray(a) for a in (y, ids.astype(np.int32), np.where(filled, weights, np.nan))]
     with interpreted():
-        found = jax.jit(call)(*arrays, shared=jax.tree.map(jnp.asarray, beside) if shared else None)
+        found = jax.jit(call)(*arrays, shared=jnp.asarray(beside) if shared else None)
     assert norm_error(found, wanted) < 1e-6
 
 
@@ -259,15 +259,13 @@ def test_slots_are_summed_with_what_is_beside_them():
     """Of two programs' columns; the last slot is empty and may hold anything."""
     rng = np.random.default_rng(3)
     y, shared, residual = (rng.standard_normal((size, 1100)) for size in (6, 2, 2))
-    logits, weights = rng.standard_normal((2, 1)), rng.random((2, 3))
+    weights = rng.random((2, 3))
     y[5], ids = np.nan, np.asarray([[0, 3, 1], [2, 2, 4]], np.int32)
-    wanted = residual + shared / (1 + np.exp(-logits))
+    wanted = residual + shared
     for slot in range(5):
         wanted[slot // 3] += weights[slot // 3, slot % 3] * y[slot]
-    given = (jnp.asarray(each, jnp.float32) for each in (y, weights, shared, logits, residual))
-    y, weights, shared, logits, residual = given
+    given = (jnp.asarray(each, jnp.float32) for each in (y, weights, shared, residual))
+    y, weights, shared, residual = given
     with interpreted():
-        found = combine.summed(
-            y, jnp.asarray(ids), weights, 4, jnp.float32, (shared, logits), residual
-        )
+        found = combine.summed(y, jnp.asarray(ids), weights, 4, jnp.float32, shared, residual)
     assert norm_error(found, wanted) < 1e-6

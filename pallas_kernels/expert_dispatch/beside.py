@@ -1,0 +1,107 @@
+"""The shared expert's programs, the first ones of a launch whose others are of routed experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from . import gates
+from .config import Cut, FewTokens
+from .down import shared_outputs
+from .gates import store
+from .matrix import arrays_of, matrix_of
+from .shared import SharedExpert
+
+
+class GateUp:
+    """In the first launch: silu(gate) * up of each token, and sigmoid(logit).
+
+    Attributes:
+        arrays: what they read beside the tokens.
+        count: of arrays.
+        shapes: of what they make, [M, Fs] and float32 [M, 1].
+        programs: number of them.
+    """
+
+    def __init__(self, tokens: int, shared: SharedExpert | None, dtype: Any, config: FewTokens):
+        self.arrays: list[Array] = []
+        self.shapes: list[jax.ShapeDtypeStruct] = []
+        self.programs = self.count = 0
+        if shared is None:
+            return
+        self._matrix, self._tokens = matrix_of(shared.gate_proj), tokens
+        self._hidden = shared.gate_proj.shape[0]
+        self._cut = Cut(config.shared_outputs, config.gate_up.units, config.gate_up.num_warps)
+        self._tiles = pl.cdiv(self._hidden, self._cut.outputs)
+        self.arrays = [*arrays_of(shared.gate_proj), *arrays_of(shared.up_proj), shared.gate]
+        self.shapes = [
+            jax.ShapeDtypeStruct((tokens, self._hidden), dtype),
+            jax.ShapeDtypeStruct((tokens, 1), jnp.float32),
+        ]
+        self.programs, self.count = tokens * (self._tiles + 1), len(self.arrays)
+
+    def run(self, program: Any, x_ref: Any, refs: Any) -> None:
+        """Do what a program must, if it is one of them.
+
+        Args:
+            program: its number.
+            x_ref: tokens.
+            refs: arrays, and then the launch's results, of which these are the last two.
+        """
+        if not self.programs:
+            return
+        count, cut = self._matrix.count, self._cut
+        of_gate, of_up = refs[:count], refs[count : 2 * count]
+
+        @pl.when(program < self._tokens * self._tiles)
+        def _() -> None:
+            token, first = program // self._tiles, program % self._tiles * cut.outputs
+            parts = (of_gate, 0), (of_up, 0)
+            made = gates.made(self._matrix, parts, (x_ref, token), first, self._hidden, cut)
+            store(refs[-2], token, first, self._hidden, made)
+
+        @pl.when((program >= self._tokens * self._tiles) & (program < self.programs))
+        def _() -> None:
+            token = program - self._tokens * self._tiles
+            logit = gates.logit(x_ref, token, refs[2 * count], cut.num_warps)
+            refs[-1][token, 0] = jax.lax.logistic(logit)
+
+
+class Down:
+    """In a second launch that does not sum slots: the down projection times its strength.
+
+    Attributes:
+        arrays: what they read.
+        count: of arrays.
+        shapes: of what they make, float32 [M, D].
+        programs: number of them.
+    """
+
+    def __init__(self, made: list[Array], shared: SharedExpert | None, width: int, cut: Cut):
+        self.arrays: list[Array] = []
+        self.shapes: list[jax.ShapeDtypeStruct] = []
+        self.programs = self.count = 0
+        if shared is None:
+            return
+        self._matrix, self._cut, self._width = matrix_of(shared.down_proj), cut, width
+        self._tiles = pl.cdiv(width, cut.outputs)
+        tokens = made[0].shape[0]
+        self.arrays = [*made, *arrays_of(shared.down_proj)]
+        self.shapes = [jax.ShapeDtypeStruct((tokens, width), jnp.float32)]
+        self.programs, self.count = tokens * self._tiles, len(self.arrays)
+
+    def run(self, program: Any, refs: Any) -> None:
+        """See `GateUp.run`; the result is the launch's last."""
+        if not self.programs:
+            return
+
+        @pl.when(program < self.programs)
+        def _() -> None:
+            token, first = program // self._tiles, program % self._tiles * self._cut.outputs
+            of_down = refs[2 : 2 + self._matrix.count]
+            made = self._matrix, refs[0], of_down, token, first, self._width, self._cut
+            store(refs[-1], token, first, self._width, shared_outputs(*made) * refs[1][token, 0])
