@@ -47,23 +47,41 @@ def products(
         inputs: see there.
     """
     # Outputs first: then what is decoded is multiplied as it lies in registers.
+    size = config.outputs, config.rows
     units = min(shape.group_units, BLOCK_UNITS) if copies(shape) == 1 else BLOCK_UNITS
+    places = [
+        block * BLOCK_UNITS + unit
+        for block in range(config.blocks)
+        for unit in range(0, BLOCK_UNITS, units)
+    ]
 
-    def add(index: Array, totals: list[Float[Array, "o m"]]) -> list[Float[Array, "o m"]]:
+    def numbers(index: Any) -> list[list[list[Array]]]:
+        return [
+            [
+                _numbers(shape, config, refs[1:], (row, first, index * config.units + unit))
+                for refs, row in matrices
+            ]
+            for unit in places
+        ]
+
+    def add(index: Array, carry: Any) -> Any:
+        totals, of_groups = carry
+        # One iteration ahead: nothing else here is read and needed in the same one.
+        following = numbers(index + 1)
         for block in range(config.blocks):
             start = index * config.units + block * BLOCK_UNITS
             made = [_codes(shape, config, refs[0], row, first, start) for refs, row in matrices]
             for place, codes in enumerate(zip(*made, strict=True)):
-                unit = start + place * units
-                x = inputs(unit, units * UNIT)
+                x = inputs(start + place * units, units * UNIT)
+                mine = of_groups[block * len(made[0]) + place]
                 totals = [
-                    total + _scaled(shape, config, refs[1:], (row, first, unit), mine, x)
-                    for total, (refs, row), mine in zip(totals, matrices, codes, strict=True)
+                    total + _scaled(each, of_group, x, config.rows)
+                    for total, each, of_group in zip(totals, codes, mine, strict=True)
                 ]
-        return totals
+        return totals, following
 
-    size = config.outputs, config.rows
-    return jax.lax.fori_loop(*steps, add, [jnp.zeros(size, jnp.float32)] * len(matrices))
+    totals = [jnp.zeros(size, jnp.float32)] * len(matrices)
+    return jax.lax.fori_loop(*steps, add, (totals, numbers(steps[0])))[0]
 
 
 def copies(shape: Shape) -> int:
@@ -80,40 +98,52 @@ def order(shape: Shape) -> tuple[int, int]:
     return part_width(shape.bits), copies(shape)
 
 
-def _scaled(
-    shape: Shape,
-    config: SomeRows,
-    refs: tuple[Any, ...],
-    at: tuple[Any, Any, Any],
-    codes: Float[Array, "o i"],
-    x: Float[Array, "gm i"],
-) -> Float[Array, "o m"]:
-    """Products of inputs and the numbers that codes of one or more groups stand for.
+def _numbers(
+    shape: Shape, config: SomeRows, refs: Sequence[Any], at: tuple[Any, Any, Any]
+) -> list[Float[Array, "o g"]]:
+    """Scales of groups that are multiplied together; with zero points, how far the centre is above.
 
     Args:
         shape: of the product.
         config: see there.
         refs: scales and perhaps zero points.
         at: row of them that is the first output, output of the program, first unit.
-        codes: less their centre.
-        x: inputs, for each group those of all rows.
     """
     row, first, unit = at
-    size = config.outputs, x.shape[0] // config.rows
+    size = config.outputs, copies(shape)
     output, unit = first + iota(size, 0), unit + iota(size, 1) * shape.group_units
-    mask = shape.mask((config.outputs, config.units), output, unit)
+    mask = unit < shape.units
+    if shape.outputs % size[0]:
+        mask = mask & (output < shape.outputs)
     where = row + output, unit // shape.group_units, mask
+    return [per_group(refs[0], *where), *(above_zero(shape, ref, *where) for ref in refs[1:])]
 
-    def spread(numbers: Float[Array, "o g"]) -> Float[Array, "o gm"]:
-        wide = jnp.broadcast_to(numbers[:, :, None], (*size, config.rows))
-        return wide.reshape(products.shape)
 
+def _scaled(
+    codes: Float[Array, "o i"],
+    numbers: list[Float[Array, "o g"]],
+    x: Float[Array, "gm i"],
+    rows: int,
+) -> Float[Array, "o m"]:
+    """Products of inputs and the numbers that codes of one or more groups stand for.
+
+    Args:
+        codes: less their centre.
+        numbers: of the groups.
+        x: inputs, for each group those of all rows.
+        rows: see `x`.
+    """
+    outputs, groups = numbers[0].shape
     products = dot(codes, x.T)
-    if len(refs) > 1:
-        sums = dot(jnp.ones_like(codes), x.T)
-        products = products + spread(above_zero(shape, refs[1], *where)) * sums
-    products = products * spread(per_group(refs[0], *where))
-    return products if size[1] == 1 else jnp.sum(products.reshape(*size, config.rows), axis=1)
+
+    def spread(each: Float[Array, "o g"]) -> Float[Array, "o gm"]:
+        return jnp.broadcast_to(each[:, :, None], (outputs, groups, rows)).reshape(products.shape)
+
+    scale, *above = numbers
+    if above:
+        products = products + spread(above[0]) * dot(jnp.ones_like(codes), x.T)
+    products = products * spread(scale)
+    return products if groups == 1 else jnp.sum(products.reshape(outputs, groups, rows), axis=1)
 
 
 def _codes(

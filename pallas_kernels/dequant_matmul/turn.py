@@ -24,7 +24,7 @@ def part_width(bits: int) -> int:
 
 def turned(
     x: Float[Array, "M I"], units: int, width: int, copies: int = 1
-) -> Float[Array, "M _I"] | Float[Array, "CM _I"]:
+) -> Float[Array, "_CM _I"]:
     """Rows of inputs in that order.
 
     Args:
