@@ -68,16 +68,14 @@ def products(
         totals, of_groups = carry
         # One iteration ahead: nothing else here is read and needed in the same one.
         following = numbers(index + 1)
-        for block in range(config.blocks):
-            start = index * config.units + block * BLOCK_UNITS
-            made = [_codes(shape, config, refs[0], row, first, start) for refs, row in matrices]
-            for place, codes in enumerate(zip(*made, strict=True)):
-                x = inputs(start + place * units, units * UNIT)
-                mine = of_groups[block * len(made[0]) + place]
-                totals = [
-                    total + _scaled(each, of_group, x, config.rows)
-                    for total, each, of_group in zip(totals, codes, mine, strict=True)
-                ]
+        start = index * config.units
+        made = [_codes(shape, config, refs[0], row, first, start) for refs, row in matrices]
+        for unit, mine, *codes in zip(places, of_groups, *made, strict=True):
+            x = inputs(start + unit, units * UNIT)
+            totals = [
+                total + _scaled(each, of_group, x, config.rows)
+                for total, each, of_group in zip(totals, codes, mine, strict=True)
+            ]
         return totals, following
 
     totals = [jnp.zeros(size, jnp.float32)] * len(matrices)
@@ -149,7 +147,7 @@ def _scaled(
 def _codes(
     shape: Shape, config: SomeRows, codes_ref: Any, row: Any, first: Any, start: Any
 ) -> list[Float[Array, "o i"]]:
-    """The codes of a block's groups; at 3 bits, of all of them at once.
+    """The codes of an iteration, as many as are multiplied together: a group's, or a block's.
 
     Args:
         shape: of the product.
@@ -157,11 +155,16 @@ def _codes(
         codes_ref: words.
         row: of them, that is the first output.
         first: output of the program.
-        start: unit of the block.
+        start: first unit.
     """
     read = functools.partial(_words, shape, config, codes_ref, row, first, start)
     if shape.bits == 3:
-        return [_in_order([read(word)[..., None] for word in range(3)], config, 3)]
+        size = config.outputs, config.blocks, BLOCK_UNITS
+        blocks = [parts(read(word).reshape(size).transpose(0, 2, 1)) for word in range(3)]
+        return [
+            _in_order([word[..., None] for word in block], config, 3)
+            for block in zip(*blocks, strict=True)
+        ]
     units = min(shape.group_units, BLOCK_UNITS)
     words = [parts(read(word)) for word in range(shape.bits // THREADS)]
     size = (config.outputs, THREADS, units)
@@ -169,14 +172,17 @@ def _codes(
         _in_order(
             [stacked(each[unit : unit + units]).reshape(size) for each in words], config, shape.bits
         )
-        for unit in range(0, BLOCK_UNITS, units)
+        for unit in range(0, config.units, units)
     ]
 
 
 def _words(
     shape: Shape, config: SomeRows, codes_ref: Any, row: Any, first: Any, start: Any, word: int
 ) -> UInt[Array, "o u"] | UInt[Array, "o t u"]:
-    """One word of each unit of a block; or, but at 3 bits, one of each thread's words.
+    """One word of each unit of an iteration; or, but at 3 bits, one of each thread's words.
+
+    All at once: a multiprocessor looks for the rows of a request one by one, and a row of few units
+    takes as long as one of many.
 
     Args:
         shape: see `_codes`.
@@ -187,10 +193,10 @@ def _words(
         start: see `_codes`.
         word: which.
     """
-    size: tuple[int, ...] = (config.outputs, BLOCK_UNITS)
+    size: tuple[int, ...] = (config.outputs, config.units)
     column: Any = word * shape.units
     if shape.bits > 3:
-        size = (config.outputs, THREADS, BLOCK_UNITS)
+        size = (config.outputs, THREADS, config.units)
         column = (iota(size, 1) * (shape.bits // THREADS) + word) * shape.units
     output, unit = iota(size, 0), start + iota(size, len(size) - 1)
     # Warps share what is read eight by eight; tensor cores take 16 of a warp.

@@ -88,8 +88,8 @@ def heuristic(
     """
     gate_up = _cut(cores, tokens * slots * hidden, 64, units)
     down = _cut(cores, tokens * width, 128, slots * hidden_units)
-    # The shared expert's codes may have more bits, which are longer code: with half as many gates as
-    # a slot's, all programs of one token take 12 us on an H200, with a quarter 7.6.
+    # The shared expert's codes may have more bits, which are longer code: with half as many gates
+    # as a slot's, all programs of one token take 12 us on an H200, with a quarter 7.6.
     return FewTokens(gate_up, down, max(gate_up.outputs_at_once, gate_up.outputs // 4))
 
 

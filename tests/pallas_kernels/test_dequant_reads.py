@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dequant_matmul import layout, operands, tile
-from pallas_kernels.dequant_matmul.config import BLOCK_UNITS, SomeRows
+from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.testing import interpreted
 
 
@@ -40,6 +40,6 @@ def test_each_word_is_read_once_and_none_past_the_end(monkeypatch, inputs, bits)
     config = SomeRows(16, 32, blocks=2)
     shape = operands.Shape(16, inputs, outputs, bits, units, 4, jnp.float32)
     with interpreted():
-        for start in range(0, units, BLOCK_UNITS):
+        for start in range(0, units, config.units):
             tile._codes(shape, config, Rows((outputs, bits * units)), 0, 0, start)
     assert len(read) == len(set(read)) == outputs * bits * units
