@@ -187,7 +187,7 @@ def check(spec: Spec, given: Arrays, ids: jax.Array) -> dict[str, Any]:
     rows = jnp.arange(0, spec.tokens, max(1, spec.tokens // CHECKED_TOKENS))
     x, ids, weights, up, below, shared = some = *(each[rows] for each in arrays[:3]), *arrays[3:]
     config, inner = triton.chosen(x, ids, up, below), spec.settings()["inner_dtype"]
-    made = gate_up.gated(x, ids, up, shared, inner, config.gate_up, config.shared_outputs)
+    made = gate_up.gated(x, ids, up, shared, inner, config)
     total = down.summed(made, ids, weights, below, shared, None, jnp.dtype("float32"), config.down)
     rounding = 2.0**-9 if inner == jnp.bfloat16 else 0.0
     with jax.enable_x64(True):
@@ -236,9 +236,7 @@ class Calls:
         ]
         config = triton.chosen(x, ids[0], up, below)
         inner = spec.settings()["inner_dtype"]
-        made = gate_up.gated(
-            x, ids[0], up, inputs[0][4], inner, config.gate_up, config.shared_outputs
-        )
+        made = gate_up.gated(x, ids[0], up, inputs[0][4], inner, config)
         return cls(spec, x, inputs, made)
 
     def whole(self, implementation: str, calls: int) -> Chain:
@@ -250,11 +248,12 @@ class Calls:
 
     def first(self, cut: Cut, shared_outputs: int) -> Chain:
         """The first launch alone."""
+        config = FewTokens(cut, cut, shared_outputs)
         inner = self.spec.settings()["inner_dtype"]
 
         def run(x: jax.Array, rest: Arrays) -> jax.Array:
             ids, _, up, _, shared = rest
-            return gate_up.gated(x, ids, up, shared, inner, cut, shared_outputs)[0]
+            return gate_up.gated(x, ids, up, shared, inner, config)[0]
 
         return Chain.of_equals(run, self.x, self.inputs, CALLS)
 

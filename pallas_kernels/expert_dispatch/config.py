@@ -6,7 +6,6 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
-from ..dequant_matmul.config import SomeRows
 from .many_tokens_config import ManyTokens
 
 FEW_TOKENS = 64
@@ -54,22 +53,7 @@ class FewTokens:
     shared_outputs: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class SomeTokens:
-    """How the work is cut where tokens that share an expert share its tile.
-
-    Attributes:
-        gate_up: of the first launch; `outputs` are gates, and there are as many rows above.
-        down: of the second launch.
-        beside: of the shared expert's part in them.
-    """
-
-    gate_up: SomeRows
-    down: SomeRows
-    beside: FewTokens
-
-
-Config = FewTokens | SomeTokens | ManyTokens
+Config = FewTokens | ManyTokens
 
 
 def heuristic(
@@ -86,7 +70,8 @@ def heuristic(
         units: units of a row of `gate_up_proj`.
         hidden_units: units of a row of `down_proj`.
     """
-    gate_up = _cut(cores, tokens * slots * hidden, 64, units)
+    # One warp a program, if there are programs enough: its code is half as long.
+    gate_up = _cut(cores, tokens * slots * hidden, 64 if tokens == 1 else 32, units)
     down = _cut(cores, tokens * width, 128, slots * hidden_units)
     # The shared expert's codes may have more bits, which are longer code: with half as many gates
     # as a slot's, all programs of one token take 12 us on an H200, with a quarter 7.6.

@@ -11,12 +11,11 @@ from jaxtyping import Array, Float, Int
 from .._compat import Target, current_target, triton_refusals
 from ..dequant_matmul.qtensor import QTensor
 from . import down, gate_up, many_tokens_config, reference
-from .config import FEW_TOKENS, Config, FewTokens, SomeTokens, heuristic
+from .config import FEW_TOKENS, Config, FewTokens, heuristic
 from .many_tokens import many_tokens
 from .many_tokens_config import ManyTokens
 from .matrix import matrix_of
 from .shared import SharedExpert
-from .some_tokens import some_tokens
 
 DTYPES = ("bfloat16", "float32")
 
@@ -50,7 +49,6 @@ def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
 
 DISPATCHES: dict[type[Config], Callable[..., Any]] = {
     FewTokens: few_tokens,
-    SomeTokens: some_tokens,
     ManyTokens: many_tokens,
 }
 
