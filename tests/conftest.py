@@ -40,6 +40,8 @@ _check_shapes()
 def pytest_configure(config: pytest.Config) -> None:
     _set_environment(config)
     _set_hypothesis_profile()
+    if not _selects_gpu(config):
+        compiling.emit_quickly()
 
     import jax
 
@@ -47,7 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # JAX may have been imported already, and then has not seen the environment.
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    # A folder of its own: a key does not tell how code was emitted.
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "tests"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     # Compiling takes half the time; numbers agree to rounding, which is what tests ask of them.
     # What users run is seen where `optimised` is asked for, and in programs that tests start.
