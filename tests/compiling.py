@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-# XLA's older emitters need less than half the time for a program that runs a few times, and a module
-# for each part of a program costs more than it saves where every core is busy.
+# XLA's older emitters need less than half the time for a program that runs a few times; and a
+# module for each part of a program costs more than it saves where every core is busy.
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # `compiler_options` of one program that runs often: older emitters give slower code.
 USUAL = {"xla_cpu_use_fusion_emitters": True}
