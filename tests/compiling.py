@@ -10,8 +10,8 @@ import jax
 import pytest
 
 # XLA's older emitters need less than half the time for a program that runs a few times; and a
-# module for each part of a program costs more than it saves where every core is busy. Later versions
-# of XLA ignore the name of an extra option that they do not know.
+# module for each part of a program costs more than it saves where every core is busy. A version of
+# XLA that does not know an extra option ignores it.
 QUICK = (
     "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
