@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ _check_shapes()
 def pytest_configure(config: pytest.Config) -> None:
     _set_environment(config)
     _set_hypothesis_profile()
+    if not _selects_gpu(config):
+        compiling.emit_quickly()
 
     import jax
 
@@ -47,11 +50,25 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # JAX may have been imported already, and then has not seen the environment.
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    # A folder of its own: a key does not tell how code was emitted.
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "tests"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     # Compiling takes half the time; numbers agree to rounding, which is what tests ask of them.
-    # What users run is seen where `optimised` is asked for, and in programs that tests start.
+    # Users' programs are optimised, as where `optimised` is asked for; what users run to the last
+    # instruction is what programs that tests start run.
     jax.config.update("jax_disable_most_optimizations", not _selects_gpu(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live as long as the process: no search for garbage looks at them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _selects_gpu(config: pytest.Config) -> bool:

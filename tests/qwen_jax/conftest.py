@@ -66,7 +66,7 @@ def demo_expected() -> Expected:
 def demo_output(demo: tuple[CausalLM, Tokenizer], demo_expected: Expected) -> ModelOutput:
     """The demo model over the prompts of `demo_expected` as one ragged batch, without a cache.
 
-    By the program that users run.
+    By a program that is optimised as users' are.
     """
     with optimised():
         return run_prompts(demo[0], list(demo_expected.prompts.values()))

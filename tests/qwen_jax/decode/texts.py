@@ -109,13 +109,15 @@ class Texts:
             np.testing.assert_array_equal(cache.length, done)
         return worst, cache
 
-    def step(self, cache: Cache, active: np.ndarray | None = None) -> tuple[np.ndarray, Cache]:
+    def step(
+        self, cache: Cache, active: np.ndarray | None = None, run: Callable = run_step
+    ) -> tuple[np.ndarray, Cache]:
         """Enters the next token of the active rows; their logits [B, V] and the cache."""
         rows = range(len(self.prompts))
         length = np.asarray(cache.length)
         active = length < self.lengths if active is None else active
         tokens = [self.prompts[r][min(length[r], self.lengths[r] - 1)] for r in rows]
-        output, cache = run_step(self.model, cache, np.array(tokens, np.int32), active=active)
+        output, cache = run(self.model, cache, np.array(tokens, np.int32), active=active)
         return np.asarray(output.logits), cache
 
 
