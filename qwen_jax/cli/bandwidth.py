@@ -8,6 +8,8 @@ import time
 import jax
 import jax.numpy as jnp
 
+from ..memory import available_memory
+
 COPY_BYTES = 1 << 30
 # Quick, and no more than a hint: a host's caches hold much of it.
 HOST_COPY_BYTES = 1 << 24
@@ -15,8 +17,10 @@ COPIES, RUNS = 8, 5
 
 
 def copy_size() -> int:
-    """Bytes to copy on the default device: 1 GiB, less where it is the host."""
-    return HOST_COPY_BYTES if jax.default_backend() == "cpu" else COPY_BYTES
+    """Bytes to copy on the default device: 1 GiB, less where it is full or is the host."""
+    if jax.default_backend() == "cpu":
+        return HOST_COPY_BYTES
+    return min(COPY_BYTES, available_memory() // 4)
 
 
 def copy_bytes_per_second(nbytes: int) -> float:

@@ -64,9 +64,7 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
     needed = weights + max(cache, _working_bytes(config, scheme) if request.dummy else 0)
     stored = scheme.described(config.dtype)
     refuse_unless_fits(needed, f"{request.model} in {stored} with a cache of {cache / 1e9:.2f} GB")
-    began, nbytes = process_seconds(), copy_size()
-    bandwidth = copy_bytes_per_second(nbytes)
-    begin = time.perf_counter()
+    began, begin = process_seconds(), time.perf_counter()
     model = _model(shape, config, request, note)
     made = time.perf_counter() - begin
     trials = Trials(model, request)
@@ -80,8 +78,7 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
     for number in range(request.num_trials):
         trials.trial(samples)
         note(f"trial {number + 1} of {request.num_trials}: {samples.loop[-1] * 1e3:.3f} ms a token")
-    peak = peak_memory()
-    figures = figures_of(samples, request)
+    peak, figures = peak_memory(), figures_of(samples, request)
     return {
         "model": {
             "name": request.model,
@@ -99,7 +96,7 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
         "weights_ready_seconds": made,
         "start_seconds": began + first.from_prompt[0],
         "experts": _experts(config, request),
-        "limit": _limit(config, scheme, request, figures, bandwidth) | {"copied_bytes": nbytes},
+        "limit": _limit(config, scheme, request, figures),
         "profile": _profile(trials, samples, note),
     }
 
@@ -109,16 +106,18 @@ def _limit(
     scheme: Scheme,
     request: BenchRequest,
     figures: dict[str, Any],
-    bandwidth: float,
 ) -> dict[str, Any]:
     """Bytes that a step must move, halfway through the generation, and their share of the copy."""
     context = request.prompt_tokens + request.generation_tokens // 2
     parts = bytes_per_step(config, request.batch_size, context, scheme, request.kv_cache_dtype)
     rate = sum(parts.values()) / figures["loop_seconds_per_token"]["median"]
+    copied = copy_size()
+    bandwidth = copy_bytes_per_second(copied)
     return {
         "bytes_per_step": sum(parts.values()),
         "parts": parts,
         "context": context,
+        "copied_bytes": copied,
         "copy_bytes_per_second": bandwidth,
         "share": rate / bandwidth,
     }
