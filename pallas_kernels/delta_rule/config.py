@@ -66,6 +66,8 @@ def pass_config(target: Target, qkv: Any, delta_state: Any) -> PassConfig:
     key = f"batch={qkv.shape[0]} heads={heads} widths={key_width}x{width} {qkv.dtype}"
     if (entry := tuned("delta_rule pass", target, key)) is not None:
         return PassConfig(**entry)
+    if not target.spares_registers:
+        return PassConfig(min(width, 32), 8, 1)
     tile = min(width, 64)
     # Queries, keys, two matrices of the chunk; and values.
     chunk = CHUNK * (2 * part_count(qkv.dtype) * 2 * (key_width + CHUNK) + 4 * tile)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .._compat import Target
+
 # From so many rows an expert on, making its matrices in bfloat16 is the smaller part.
 UNPACKED_ROWS = 96
 
@@ -47,17 +49,20 @@ class ManyTokens:
     unpacked: bool
 
 
-def heuristic(tokens: int, slots: int, experts: int) -> ManyTokens:
-    """A configuration for a call's sizes.
+def heuristic(target: Target, tokens: int, slots: int, experts: int) -> ManyTokens:
+    """A configuration for a call's sizes on a device.
 
     Args:
+        target: the device.
         tokens: M.
         slots: A.
         experts: E.
     """
     mean = tokens * slots / experts
     if mean >= UNPACKED_ROWS:
-        return ManyTokens(128, Grouped(128, 2, 8, 3), Grouped(128, 2, 8, 3), True)
+        # The first has two sums.
+        gate_up = Grouped(128 if target.spares_registers else 64, 2, 8, 3)
+        return ManyTokens(128, gate_up, Grouped(128, 2, 8, 3), True)
     rows = 16
     while rows < 64 and rows < 1.25 * mean:
         rows *= 2

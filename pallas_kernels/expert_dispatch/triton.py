@@ -40,12 +40,12 @@ def few_tokens(
 
 def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
     """The configuration of a call that brings none."""
-    tokens, slots = ids.shape
+    target, (tokens, slots) = current_target(), ids.shape
     if tokens > FEW_TOKENS:
-        return many_tokens_config.heuristic(tokens, slots, down_proj.shape[0])
+        return many_tokens_config.heuristic(target, tokens, slots, down_proj.shape[0])
     units = (matrix_of(weight).units for weight in (gate_up_proj, down_proj))
     width, hidden = down_proj.shape[1:]
-    return heuristic(current_target().cores, tokens, slots, width, hidden, *units)
+    return heuristic(target.cores, tokens, slots, width, hidden, *units)
 
 
 DISPATCHES: dict[type[Config], Callable[..., Any]] = {
