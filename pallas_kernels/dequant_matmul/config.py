@@ -6,6 +6,8 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from ..tuning import varied
+
 FEW_ROWS = 4
 SOME_ROWS = 64
 # From so many on, making a matrix in bfloat16 is the smaller part of its product.
@@ -103,6 +105,7 @@ class Unpacked:
 
 
 Config = FewRows | SomeRows | ManyRows | Unpacked
+KINDS = (FewRows, SomeRows, ManyRows, Unpacked)
 
 
 def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int) -> Config:
@@ -120,6 +123,27 @@ def heuristic(cores: int, rows: int, outputs: int, units: int, group_units: int)
     if rows <= SOME_ROWS:
         return _some_rows(rows, group_units)
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
+
+
+def others(config: Config) -> list[Config]:
+    """What may be tried in place of a heuristic's configuration."""
+    if isinstance(config, FewRows):
+        halves = FewRows(config.outputs, config.units // 2, config.num_warps // 2)
+        near = [*varied(config, outputs=(1, 2, 4, 8)), halves]
+        return [c for c in near if c.num_warps and c.outputs >= max(1, c.outputs_at_once)]
+    if isinstance(config, SomeRows):
+        rows = config.rows
+        return [
+            *varied(config, num_stages=(2, 4)),
+            *(SomeRows(rows, 32, blocks=blocks) for blocks in (1, 2)),
+            SomeRows(rows, 64),
+            SomeRows(rows, 64, num_warps=4),
+        ]
+    return [
+        ManyRows(),
+        ManyRows(128, 128, 4, 8, 3),
+        *(Unpacked(*sizes) for sizes in ((16, 16, 4), (32, 16, 4), (16, 64, 8))),
+    ]
 
 
 def without_codes(config: Config, rows: int) -> Config:

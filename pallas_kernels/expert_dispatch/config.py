@@ -6,6 +6,7 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from ..tuning import varied
 from .many_tokens_config import ManyTokens
 
 FEW_TOKENS = 64
@@ -74,6 +75,20 @@ def heuristic(
     down = _cut(cores, tokens * width, 128, slots * hidden_units)
     # The shared expert's codes may have more bits, which are more words to hold.
     return FewTokens(gate_up, down, max(gate_up.outputs_at_once, gate_up.outputs // 2))
+
+
+def others(config: FewTokens) -> list[FewTokens]:
+    """What may be tried in place of a heuristic's configuration."""
+    outputs = (2, 4, 8, 16)
+    firsts = [c for c in varied(config.gate_up, outputs=outputs) if c.outputs >= c.outputs_at_once]
+    seconds = [c for c in varied(config.down, outputs=outputs) if c.outputs >= c.outputs_at_once]
+    found = varied(config, gate_up=firsts, down=seconds)
+    shared = (config.gate_up.outputs_at_once, config.gate_up.outputs)
+    return [
+        each
+        for each in (*found, *varied(config, shared_outputs=shared))
+        if each.shared_outputs <= each.gate_up.outputs
+    ]
 
 
 def _cut(cores: int, outputs: int, widest: int, units: int) -> Cut:
