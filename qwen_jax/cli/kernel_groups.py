@@ -47,21 +47,22 @@ class Event(NamedTuple):
     duration: float
 
 
-def groups_of(events: Sequence[Event], steps: int) -> list[str]:
+def groups_of(events: Sequence[Event], passes: int) -> list[str]:
     """The group of each launch.
 
     Args:
         events: launches of a program in the order of their start.
-        steps: how often the model ran; the last dense product of each run is the head. Where runs
-            do not have the same number of products, there is no telling, and heads stay among them.
+        passes: how often the model ran; the last dense product of each pass is the head. Where
+            passes do not have the same number of products, there is no telling, and heads stay
+            among them.
     """
     groups: list[str] = []
     for index, event in enumerate(events):
         behind = events[index + 1].name if index + 1 < len(events) else ""
         groups.append(_group(event.name, groups[-1] if groups else "", behind))
     dense = [index for index, group in enumerate(groups) if group == DENSE]
-    if dense and len(dense) % steps == 0:
-        each = len(dense) // steps
+    if dense and len(dense) % passes == 0:
+        each = len(dense) // passes
         for index in dense[each - 1 :: each]:
             groups[index] = HEAD
     return groups

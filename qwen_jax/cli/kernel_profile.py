@@ -48,13 +48,16 @@ def _read(file: Path) -> Iterator[Event]:
                     yield Event(event.name, event.start_ns, event.duration_ns)
 
 
-def split(events: Sequence[Event], steps: int, seconds: float) -> dict[str, Any]:
+def split(
+    events: Sequence[Event], steps: int, seconds: float, *, passes: int = 1
+) -> dict[str, Any]:
     """Seconds a step of each part of the model.
 
     Args:
         events: launches of so many steps, in order.
-        steps: how often the model ran.
+        steps: by which times are divided.
         seconds: of a step, as measured without a profile.
+        passes: of the model in a step.
 
     Returns:
         `groups`: seconds by part; those of launches at the same time count twice. `gaps`: the
@@ -63,7 +66,7 @@ def split(events: Sequence[Event], steps: int, seconds: float) -> dict[str, Any]
     """
     totals: dict[str, float] = {group: 0.0 for group in GROUPS}
     kernels: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for event, group in zip(events, groups_of(events, steps), strict=True):
+    for event, group in zip(events, groups_of(events, steps * passes), strict=True):
         totals[group] += event.duration * 1e-9
         kernels[event.name, group].append(event.duration * 1e-9)
     longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:MOST_KERNELS]

@@ -138,7 +138,11 @@ def _profile(trials: Trials, samples: Samples, note: Note) -> dict[str, Any]:
     if (reason := absence()) is not None:
         return {"absent": reason}
     note("profiling ...")
-    return trials.profile(samples)
+    try:
+        return trials.profile(samples)
+    except RuntimeError as error:
+        # What was measured before is not lost for it.
+        return {"absent": f"the profiler failed: {error}"}
 
 
 def _configuration(shape: Shape, request: BenchRequest, note: Note) -> tuple[QwenConfig, Scheme]:

@@ -14,6 +14,8 @@ import numpy as np
 from ..cache import Cache, init_cache
 from ..decode import DecodeState, prefill_prompts, start
 from ..decode.loop import raise_on_failure, run_steps
+from ..decode.prompt import default_chunk_size
+from ..memory import accelerator_memory
 from ..model import CausalLM, FlatModel
 from .bench_request import BenchRequest
 from .kernel_profile import launches, split
@@ -79,12 +81,16 @@ class Trials:
         steps = min(PROFILED_STEPS, self._request.generation_tokens - 1)
         state, cache = self._begin(Samples())
         loop = launches(lambda: self._steps(state, cache, steps))
+        if not loop:
+            return {"absent": "the profiler saw no kernels; it may not be allowed to"}
         del state, cache
         cache = self._cache()
         prompt = launches(lambda: self._prefill(cache))
         return {
             "step": split(loop, steps, float(np.median(samples.loop))),
-            "prefill": split(prompt, 1, float(np.median(samples.prefill))),
+            "prefill": split(
+                prompt, 1, float(np.median(samples.prefill)), passes=self._prefill_passes
+            ),
         }
 
     def _begin(self, samples: Samples) -> tuple[DecodeState, Cache]:
@@ -104,6 +110,13 @@ class Trials:
         samples.first_token.append(done - begin)
         samples.from_prompt.append(done - asked)
         return state, cache
+
+    @property
+    def _prefill_passes(self) -> int:
+        request = self._request
+        size = request.prefill_chunk_size
+        size = size or default_chunk_size(request.batch_size, accelerator_memory())
+        return -(-request.prompt_tokens // size)
 
     def _cache(self) -> Cache:
         request = self._request

@@ -101,6 +101,12 @@ def test_parts_and_gaps_make_the_step():
     assert [each["group"] for each in shared] == [HEAD, DENSE]
 
 
+def test_a_prompt_in_chunks_has_a_head_each():
+    part = split(events(3), 1, 1e-3, passes=3)
+    assert part["groups"][HEAD] == pytest.approx(3 * 90e-6)
+    assert part["launches"] == 3 * len(STEP)
+
+
 def test_without_launches_all_is_gaps():
     part = split([], 4, 1.0)
     assert part["gaps"] == 1.0 and part["kernels"] == []
