@@ -92,12 +92,13 @@ def tune(request: TuneRequest, note: Note) -> dict[str, Any]:
     works = [Work.decode(model, rows, request.context) for rows in request.batch_sizes]
     works += [Work.prefill(model, tokens) for tokens in request.prompt_tokens]
     entries: tuning.Table = {}
+    seen: set[Place] = set()
     report: dict[str, Any] = {}
     for work in works:
         if time.monotonic() > until:
             note(f"{work.name}: not tuned, the time is over")
             continue
-        found, tried, count = _tuned(work, until, entries, note)
+        found, tried, count = _tuned(work, until, seen, note)
         measured = f"{work.name}, {config.num_hidden_layers} layers of {request.model}"
         measured += f" in {request.recipe or config.dtype}"
         for (kernel, key), each in found.items():
@@ -110,16 +111,20 @@ def tune(request: TuneRequest, note: Note) -> dict[str, Any]:
 
 
 def _tuned(
-    work: Work, until: float, known: tuning.Table, note: Note
+    work: Work, until: float, seen: set[Place], note: Note
 ) -> tuple[dict[Place, Found], int, int]:
-    """What was found for one work, and how many configurations were timed of how many."""
+    """What was found for one work, and how many configurations were timed of how many.
+
+    Args:
+        work: the work.
+        until: when to begin no more.
+        seen: shapes that were tried in other work; those of this one are added.
+        note: told what is going on.
+    """
     with tuning.listening() as decisions:
         work.trace()
-    decisions = {
-        (kernel, key): decision
-        for (kernel, key), decision in decisions.items()
-        if key not in known.get(kernel, {})
-    }
+    decisions = {place: each for place, each in decisions.items() if place not in seen}
+    seen.update(decisions)
     count = sum(len(decision.others) for decision in decisions.values())
     note(f"{work.name}: {count} configurations of {len(decisions)} shapes")
     tried = 0

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -19,8 +18,8 @@ from qwen_jax.cli.tuned_work import Timing, Work
 from qwen_jax.cli.tuning import cut_model, ordered, sweep, write
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
-from qwen_jax.model import CausalLM, initialise
-from qwen_jax.quant import named_recipe
+from qwen_jax.model import CausalLM, abstract_model, parameter_shapes
+from qwen_jax.quant import named_recipe, scheme_of
 
 ROOT = Path(__file__).parents[3]
 DENSE, NORM = ("dequant_matmul", "rows=1"), ("rms_norm", "rows=1")
@@ -130,7 +129,8 @@ def model() -> CausalLM:
         "num_experts_per_tok": 2, "max_position_embeddings": 256, "dtype": "bfloat16",
         "eos_token_id": None, "tie_word_embeddings": False, "rope_theta": 10000.0,
     }  # fmt: skip
-    return initialise(QwenConfig.from_hf(fields), jax.random.key(0), named_recipe("q3"))
+    config = QwenConfig.from_hf(fields)
+    return abstract_model(config, scheme_of(parameter_shapes(config), named_recipe("q3")))
 
 
 def test_a_models_work_says_what_may_be_tried(model):
