@@ -156,16 +156,18 @@ def jax_version() -> str:
 @functools.cache
 def table(kind: str) -> Table:
     """All that was measured on this kind of device, the user's first; read once a process."""
-    found: Table = {}
-    packaged = resources.files("pallas_kernels") / "tuning_data" / file_name(kind)
-    if packaged.is_file():
-        content = json.loads(packaged.read_text(encoding="utf-8"))
-        if mismatch(content, kind) is None:
-            found = content["entries"]
+    content = packaged(kind)
+    found: Table = {} if mismatch(content, kind) else content["entries"]
     own = folder() / file_name(kind)
     if own.is_file():
         found = merged(found, _own_entries(own, kind))
     return found
+
+
+def packaged(kind: str) -> dict[str, Any]:
+    """What the package's file for this kind of device holds; nothing if there is none."""
+    file = resources.files("pallas_kernels") / "tuning_data" / file_name(kind)
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def merged(first: Table, second: Table) -> Table:
