@@ -140,7 +140,7 @@ def folder() -> Path:
     if named := os.environ.get("QWEN_JAX_TUNING"):
         return Path(named)
     data = os.environ.get("XDG_DATA_HOME")
-    return Path(data or Path.home() / ".local" / "share") / "qwen-jax" / "tuning"
+    return Path(data or os.path.expanduser("~/.local/share")) / "qwen-jax" / "tuning"
 
 
 def file_name(kind: str) -> str:
