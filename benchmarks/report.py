@@ -26,8 +26,8 @@ def bench_table() -> str:
     """Speed of models, by device, model and batch size."""
     lines = [
         "| device | model | weights | batch | prompt + new | prefill tok/s | decode tok/s |"
-        " first token | peak memory | jax | commit |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---|---|",
+        " of the limit | first token | peak memory | compiled, cold / warm | jax | commit |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---|",
     ]
     for result in sorted(results("bench"), key=_work):
         request, figures = result["request"], result["figures"]
@@ -40,10 +40,48 @@ def bench_table() -> str:
                 f"{request['prompt_tokens']} + {request['generation_tokens']}",
                 f"{figures['prefill_tokens_per_second']:,.0f}",
                 f"{figures['decode_tokens_per_second']:,.0f}",
+                f"{figures['limit']['share']:.0%}" if "limit" in figures else "",
                 f"{figures['first_token_seconds']['median'] * 1e3:.0f} ms",
                 _gigabytes(figures["peak_memory_bytes"]),
+                _compiled(figures),
                 result["versions"]["jax"],
                 (result["commit"] or "")[:7],
+            )
+        )
+    return "\n".join(lines)
+
+
+def _compiled(figures: Mapping[str, Any]) -> str:
+    """Seconds; the warm ones are known where programs were there from another process."""
+    made = figures.get("compilation")
+    if made is None:
+        return f"{figures['compile_seconds']:.0f} s /"
+    warm = f" {made['seconds']:.0f} s" if made["start"] == "warm" else ""
+    return f"{made['cold_seconds']:.0f} s /{warm}"
+
+
+def split_table() -> str:
+    """Where the time of a decode step goes, by device, model and batch size."""
+    profiled = [r for r in results("bench") if "step" in r["figures"].get("profile", {})]
+    names = list(profiled[0]["figures"]["profile"]["step"]["groups"]) if profiled else []
+    lines = [
+        f"| device | model | weights | batch | prompt | step | {' | '.join(names)} | gaps |",
+        "|---|---|---|---:|---:|---:|" + "---:|" * (len(names) + 1),
+    ]
+    for result in sorted(profiled, key=_work):
+        figures, request = result["figures"], result["request"]
+        step = figures["profile"]["step"]
+        lines.append(
+            _row(
+                result["device"]["kind"],
+                figures["model"]["name"],
+                _weights(figures["model"])[0],
+                request["batch_size"],
+                request["prompt_tokens"],
+                *(
+                    f"{seconds * 1e3:.2f} ms"
+                    for seconds in (step["seconds"], *step["groups"].values(), step["gaps"])
+                ),
             )
         )
     return "\n".join(lines)
@@ -155,7 +193,7 @@ def _beside(figures: dict[str, Any]) -> str:
 
 TABLES = {
     "README.md": {"bench": bench_table, "conversion": conversion_table, "loading": loading_table},
-    "docs/kernels.md": {"kernels": kernels_table},
+    "docs/kernels.md": {"kernels": kernels_table, "steps": split_table},
 }
 
 

@@ -46,6 +46,14 @@ class Target:
         """Bytes of shared memory that one program may use; the smallest known if unknown."""
         return 1024 * _SHARED_MEMORY.get(self.capability, min(_SHARED_MEMORY.values()))
 
+    @property
+    def spares_registers(self) -> bool:
+        """Whether tensor cores take operands out of shared memory, from compute capability 9.0 on.
+
+        Before, they lie in registers beside the sums, and the same tiles spill.
+        """
+        return self.platform != "gpu" or self.capability >= (9, 0)
+
 
 H200 = Target("gpu", "NVIDIA H200", 132, (9, 0))
 

@@ -25,6 +25,7 @@ from .quant import Scheme
 from .quant.abstract import in_codes, nbytes
 
 FLOATS = Scheme()
+EXPERTS, HEAD = ".mlp.experts.", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def tensors(config: QwenConfig, scheme: Scheme = FLOATS) -> tuple[Tensor, ...]:
 def _tensors(config: QwenConfig, scheme: Scheme) -> Iterator[Tensor]:
     for path, leaf in in_codes(parameter_shapes(config), scheme).items():
         share = Fraction(1)
-        if ".mlp.experts." in path:
+        if EXPERTS in path:
             share = Fraction(config.num_experts_per_tok, config.num_experts)
         elif path == EMBEDDING and not config.tie_word_embeddings:
             share = Fraction(0)
@@ -99,14 +100,61 @@ def weight_bytes_per_token(config: QwenConfig, scheme: Scheme = FLOATS) -> int:
 
 
 def bytes_per_token(config: QwenConfig, context: int = 0, scheme: Scheme = FLOATS) -> int:
-    """Bytes that decoding one token at batch 1 moves.
+    """Bytes that decoding one token at batch 1 moves; see `bytes_per_step`."""
+    return sum(bytes_per_step(config, 1, context, scheme).values())
 
-    Weights and the keys and values of `context` tokens are read; recurrent state is read and
-    written.
+
+def bytes_per_step(
+    config: QwenConfig,
+    batch_size: int,
+    context: int = 0,
+    scheme: Scheme = FLOATS,
+    kv_cache_dtype: str | None = None,
+) -> dict[str, int]:
+    """Bytes that one decode step of a batch must move, by what they are.
+
+    Weights are read once for all rows, of the experts those of `distinct_experts`; keys and values
+    of each row's context are read, within a window where layers have one; recurrent state is read
+    and written.
+
+    Args:
+        config: the model's.
+        batch_size: rows.
+        context: tokens of each row.
+        scheme: which weights are in codes.
+        kv_cache_dtype: see `init_cache`.
     """
-    state = 2 * state_bytes_per_sequence(config)
-    weights = weight_bytes_per_token(config, scheme)
-    return weights + state + context * kv_bytes_per_token(config)
+    tree = tensors(config, scheme)
+    experts = sum(tensor.nbytes for tensor in tree if EXPERTS in tensor.path)
+    table = next(tensor.nbytes for tensor in tree if tensor.path == EMBEDDING)
+    head = sum(tensor.nbytes for tensor in tree if tensor.path == HEAD) or table
+    all_bytes = sum(tensor.nbytes for tensor in tree)
+    other = all_bytes - experts - head - (0 if config.tie_word_embeddings else table)
+    used = distinct_experts(config, batch_size) / config.num_experts if experts else 0
+    seen = [
+        min(context, config.sliding_window or context) if kind == "sliding_attention" else context
+        for kind in config.layer_types
+        if kind != "linear_attention"
+    ]
+    per_token = kv_bytes_per_token(config, kv_cache_dtype) / max(1, len(seen))
+    return {
+        "experts": round(experts * used),
+        "other weights": other,
+        "head": head,
+        "embedding": batch_size * (table // config.vocab_size),
+        "keys and values": round(batch_size * per_token * sum(seen)),
+        "recurrent state": 2 * batch_size * state_bytes_per_sequence(config),
+    }
+
+
+def distinct_experts(config: QwenConfig, batch_size: int) -> float:
+    """How many different experts of a layer a step of so many rows is expected to use.
+
+    If all experts are equally likely, and rows choose independently: random weights are nearly so,
+    trained ones use fewer.
+    """
+    missed = 1 - config.num_experts_per_tok / config.num_experts
+    return config.num_experts * (1 - missed**batch_size)
 
 
 def flops_per_token(config: QwenConfig, context: int = 0) -> int:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import Chain
+from pallas_kernels._compat import current_target
 from pallas_kernels.dequant_matmul import layout
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import combine, sorting
@@ -306,7 +307,7 @@ def main() -> int:
     for name in results.selected(SWEPT if results.args.sweep else CASES):
         case = CASES[name]
         arrays = arguments(case)
-        config = heuristic(case.tokens, case.slots, case.experts)
+        config = heuristic(current_target(), case.tokens, case.slots, case.experts)
         row = check(case, config, arrays)
         row |= timed(case, config, arrays, results.copy)
         row["config"] = dataclasses.asdict(config)

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
-from benchmarks.kernels.timing import copy_bytes_per_second
+from qwen_jax.cli.bandwidth import copy_bytes_per_second
 from qwen_jax.cli.provenance import provenance
 
+COPY_BYTES = 1 << 32
 Figures = dict[str, dict[str, Any]]
 
 
@@ -58,7 +59,7 @@ class Results:
             raise SystemExit(f"needs a GPU, and JAX sees {jax.default_backend()}")
         until, measured = time.monotonic() + seconds, None
         if copy:
-            measured = copy_bytes_per_second()
+            measured = copy_bytes_per_second(COPY_BYTES)
             print(f"copy: {measured / 1e12:.2f} TB/s read and written", flush=True)
         return cls(benchmark, args, measured, until)
 

@@ -1,4 +1,4 @@
-"""Time of a kernel on the device, and the copy that it is compared with."""
+"""Time of a kernel on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 CALLS_A_STEP = 64
 SECONDS_A_RUN = 0.03
 RUNS = 5
-COPY_BYTES = 1 << 32
 # Launches of a graph that do not need each other could run at the same time.
 IN_ORDER = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
@@ -142,19 +141,3 @@ class Chain:
         start = time.perf_counter()
         self.run(repeats)
         return time.perf_counter() - start
-
-
-def copy_bytes_per_second() -> float:
-    """Bytes read and written a second by a device copy of 4 GiB."""
-    source = jnp.zeros((COPY_BYTES // 4,), jnp.int32)
-    copy = jax.jit(lambda x: x + jnp.int32(1))
-    copy(source).block_until_ready()
-
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(8):
-            result = copy(source)
-        result.block_until_ready()
-        return (time.perf_counter() - start) / 8
-
-    return 2 * COPY_BYTES / statistics.median(run() for _ in range(RUNS))

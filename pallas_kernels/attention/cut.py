@@ -67,8 +67,10 @@ def cut_for(
         tile //= 2
     while not fits(rows, tile, 2) and rows > 16:
         rows //= 2
+    if not (wide or target.spares_registers):
+        tile = min(tile, 32)
     stages = 3 if not wide and fits(rows, tile, 3) else 2
-    warps = 8 if wide or rows > 64 else 4
+    warps = 8 if wide or rows > 64 or not target.spares_registers else 4
     programs = batch * kv_heads * -(-queries // rows)
     splits = max(1, min(target.cores // programs, context // tile, MOST_SPLITS))
     return Cut(rows, tile, warps, stages, splits)

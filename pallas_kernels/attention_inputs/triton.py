@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int, Real
 
-from .._compat import Target, triton_call, triton_refusals
+from .._compat import Target, current_target, triton_call, triton_refusals
 from ..attention.heads import head_refusals
 from ..attention.rows import flat_rows
 from ..attention.scales import BlockScales, pool_refusals
 from . import reference
-from .config import Config, heuristic
+from .config import Config, config_for
 from .kernel import Refs, Shape, work
 from .reference import AttentionInputs
 
@@ -57,11 +57,11 @@ def attention_inputs(
     zero_centred: bool,
     config: Config | None = None,
 ) -> AttentionInputs:
-    """See `api.attention_inputs`; `config` is the heuristic's if None."""
+    """See `api.attention_inputs`; `config` is chosen by shape if None."""
     batch, length, query_heads, _ = q.shape
     _, _, kv_heads, width = k.shape
     if config is None:
-        config = heuristic(batch * length, width)
+        config = config_for(current_target(), q, k, key_blocks)
     shape = Shape(
         tokens=batch * length,
         length=length,

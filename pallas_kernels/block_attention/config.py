@@ -8,7 +8,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from .._compat import Target
-from ..tuning import tuned
+from ..tuning import decide, varied
 
 MOST_SPLITS = 128
 TILE_BYTES = 64 * 1024
@@ -37,8 +37,33 @@ class Config:
 
 def config_for(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Config:
     """A configuration for these shapes on this device."""
-    if (entry := tuned("block_attention", target, _key(q, key_blocks, block_table))) is not None:
-        return Config(**entry)
+    config = heuristic(target, q, key_blocks, block_table)
+
+    def others() -> list[Config]:
+        block_size = key_blocks.shape[2]
+        near = varied(
+            config,
+            tile=(config.tile // 2, config.tile * 2),
+            ahead=(config.ahead - 1, config.ahead + 1),
+            splits=(config.splits // 2, config.splits * 2),
+            num_warps=(4, 8),
+        )
+        longest = block_size if key_blocks.dtype.itemsize == 1 else max(block_size, 32)
+        return [
+            each
+            for each in near
+            if 16 <= each.tile <= longest
+            and each.ahead >= 1
+            and 1 <= each.splits <= MOST_SPLITS
+            and shared_bytes(each, q, key_blocks) <= target.shared_memory
+        ]
+
+    key = _key(q, key_blocks, block_table)
+    return decide("block_attention", target, key, config, others)
+
+
+def heuristic(target: Target, q: Any, key_blocks: Any, block_table: Any) -> Config:
+    """As many tokens a program as its share of shared memory holds, and programs for all cores."""
     batch, length, query_heads, width = q.shape
     _, kv_heads, block_size, _ = key_blocks.shape
     rows = rows_for(length * query_heads // kv_heads)

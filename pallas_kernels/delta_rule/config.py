@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._compat import Target
-from ..tuning import tuned
+from ..tuning import decide, varied
 from .rule import CHUNK
 
 
@@ -44,11 +44,17 @@ def decode_config(target: Target, batch: int, delta_state: Any) -> DecodeConfig:
     """For so many sequences with a state of these shapes on this device."""
     _, heads, key_width, width = delta_state.shape
     key = f"batch={batch} heads={heads} widths={key_width}x{width} {delta_state.dtype}"
-    if (entry := tuned("delta_rule decode", target, key)) is not None:
-        return DecodeConfig(**entry)
     # Wider tiles repeat less of the convolution, narrower ones fill more multiprocessors.
     crowded = batch * heads * width // 64 >= 4 * target.cores
-    return DecodeConfig(min(width, 64 if crowded else 32), 4)
+    config = DecodeConfig(min(width, 64 if crowded else 32), 4)
+    tiles = [tile for tile in (16, 32, 64) if tile <= width]
+    return decide(
+        "delta_rule decode",
+        target,
+        key,
+        config,
+        lambda: varied(config, tile=tiles, num_warps=(2, 8)),
+    )
 
 
 def part_count(dtype: Any) -> int:
@@ -64,8 +70,20 @@ def pass_config(target: Target, qkv: Any, delta_state: Any) -> PassConfig:
     """For tokens [B, T, C] of this dtype and a state of these shapes on this device."""
     _, heads, key_width, width = delta_state.shape
     key = f"batch={qkv.shape[0]} heads={heads} widths={key_width}x{width} {qkv.dtype}"
-    if (entry := tuned("delta_rule pass", target, key)) is not None:
-        return PassConfig(**entry)
+    config = _pass_heuristic(target, qkv, key_width, width)
+    tiles = [tile for tile in (32, 64) if tile <= width]
+    return decide(
+        "delta_rule pass",
+        target,
+        key,
+        config,
+        lambda: varied(config, tile=tiles, num_warps=(4, 8), num_stages=(1, 2)),
+    )
+
+
+def _pass_heuristic(target: Target, qkv: Any, key_width: int, width: int) -> PassConfig:
+    if not target.spares_registers:
+        return PassConfig(min(width, 32), 8, 1)
     tile = min(width, 64)
     # Queries, keys, two matrices of the chunk; and values.
     chunk = CHUNK * (2 * part_count(qkv.dtype) * 2 * (key_width + CHUNK) + 4 * tile)

@@ -6,6 +6,7 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from ..tuning import varied
 from .operands import Shape
 
 FEW_ROWS = 4
@@ -100,6 +101,7 @@ class Unpacked:
 
 
 Config = FewRows | SomeRows | ManyRows | Unpacked
+KINDS = (FewRows, SomeRows, ManyRows, Unpacked)
 
 
 def heuristic(cores: int, shape: Shape, outputs: int) -> Config:
@@ -116,6 +118,23 @@ def heuristic(cores: int, shape: Shape, outputs: int) -> Config:
     if rows <= SOME_ROWS:
         return _some_rows(cores, shape, outputs)
     return ManyRows() if rows < UNPACKED_ROWS else Unpacked()
+
+
+def others(config: Config) -> list[Config]:
+    """What may be tried in place of a heuristic's configuration."""
+    if isinstance(config, FewRows):
+        halves = FewRows(config.outputs, config.units // 2, config.num_warps // 2)
+        near = [*varied(config, outputs=(1, 2, 4, 8)), halves]
+        return [c for c in near if c.num_warps and c.outputs >= max(1, c.outputs_at_once)]
+    if isinstance(config, SomeRows):
+        return varied(
+            config, outputs=(32, 64), splits=(1, 2, 4), num_stages=(2, 4), blocks=(1, 2, 4)
+        )
+    return [
+        ManyRows(),
+        ManyRows(128, 128, 4, 8, 3),
+        *(Unpacked(*sizes) for sizes in ((16, 16, 4), (32, 16, 4), (16, 64, 8))),
+    ]
 
 
 def without_codes(config: Config, rows: int) -> Config:

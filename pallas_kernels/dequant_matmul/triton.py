@@ -10,8 +10,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._compat import Target, current_target, triton_refusals
+from ..tuning import decide
 from . import few_rows, many_rows, reference, some_rows, unpacked
-from .config import Config, FewRows, ManyRows, SomeRows, Unpacked, heuristic, without_codes
+from .config import (
+    KINDS,
+    Config,
+    FewRows,
+    ManyRows,
+    SomeRows,
+    Unpacked,
+    heuristic,
+    others,
+    without_codes,
+)
+from .layout import UNIT
 from .pieces import Piece
 from .qtensor import QTensor
 from .specs import NUMBERS, RESULTS
@@ -71,9 +83,30 @@ def dequant_matmul(
 
 
 def _configs(pieces: Sequence[Piece]) -> list[Config]:
-    """What suits each piece; of arrays what suits the codes beside them."""
-    cores, outputs = current_target().cores, sum(piece.shape.outputs for piece in pieces)
-    return [heuristic(cores, piece.shape, outputs) for piece in pieces]
+    """What suits each piece; of arrays what suits the codes beside them.
+
+    What was measured is one configuration for all of them.
+    """
+    target, outputs = current_target(), sum(piece.shape.outputs for piece in pieces)
+    found = [heuristic(target.cores, piece.shape, outputs) for piece in pieces]
+    coded = [config for piece, config in zip(pieces, found, strict=True) if piece.coded]
+    first = (coded or found)[0]
+    best = decide("dequant_matmul", target, _key(pieces), first, lambda: others(first), kinds=KINDS)
+    if best != first:
+        return [best] * len(pieces)
+    return [config if piece.coded else first for piece, config in zip(pieces, found, strict=True)]
+
+
+def _key(pieces: Sequence[Piece]) -> str:
+    """What entries of `tuning_data` are found by: outputs, bits and group of each matrix."""
+    shape = pieces[0].shape
+    matrices = "+".join(
+        f"{p.shape.outputs}x{p.shape.bits}"
+        + (f"/{UNIT * p.shape.group_units}" if p.coded else "")
+        + ("z" if len(p.arrays) > 2 else "")
+        for p in pieces
+    )
+    return f"rows={shape.rows} inputs={shape.inputs} matrices={matrices} {jnp.dtype(shape.dtype)}"
 
 
 def _launches(pieces: Sequence[Piece], configs: Sequence[Config]) -> list[list[int]]:

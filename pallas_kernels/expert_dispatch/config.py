@@ -6,6 +6,7 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from ..tuning import varied
 from .many_tokens_config import ManyTokens
 
 FEW_TOKENS = 64
@@ -76,6 +77,20 @@ def heuristic(
     # The shared expert's codes may have more bits, which are longer code: with half as many gates
     # as a slot's, all programs of one token take 12 us on an H200, with a quarter 7.6.
     return FewTokens(gate_up, down, max(gate_up.outputs_at_once, gate_up.outputs // 4))
+
+
+def others(config: FewTokens) -> list[FewTokens]:
+    """What may be tried in place of a heuristic's configuration."""
+    outputs = (2, 4, 8, 16)
+    firsts = [c for c in varied(config.gate_up, outputs=outputs) if c.outputs >= c.outputs_at_once]
+    seconds = [c for c in varied(config.down, outputs=outputs) if c.outputs >= c.outputs_at_once]
+    found = varied(config, gate_up=firsts, down=seconds)
+    shared = (config.gate_up.outputs_at_once, config.gate_up.outputs)
+    return [
+        each
+        for each in (*found, *varied(config, shared_outputs=shared))
+        if each.shared_outputs <= each.gate_up.outputs
+    ]
 
 
 def _cut(cores: int, outputs: int, widest: int, units: int) -> Cut:

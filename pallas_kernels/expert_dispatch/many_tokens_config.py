@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from .._compat import Target
+from ..tuning import varied
+
 # From so many rows an expert on, making its matrices in bfloat16 is the smaller part.
 UNPACKED_ROWS = 96
 
@@ -47,18 +50,30 @@ class ManyTokens:
     unpacked: bool
 
 
-def heuristic(tokens: int, slots: int, experts: int) -> ManyTokens:
-    """A configuration for a call's sizes.
+def heuristic(target: Target, tokens: int, slots: int, experts: int) -> ManyTokens:
+    """A configuration for a call's sizes on a device.
 
     Args:
+        target: the device.
         tokens: M.
         slots: A.
         experts: E.
     """
     mean = tokens * slots / experts
     if mean >= UNPACKED_ROWS:
-        return ManyTokens(128, Grouped(128, 2, 8, 3), Grouped(128, 2, 8, 3), True)
+        # The first has two sums.
+        gate_up = Grouped(128 if target.spares_registers else 64, 2, 8, 3)
+        return ManyTokens(128, gate_up, Grouped(128, 2, 8, 3), True)
     rows = 16
     while rows < 64 and rows < 1.25 * mean:
         rows *= 2
     return ManyTokens(rows, Grouped(64, 2, 4, 3), Grouped(64, 2, 4, 3), False)
+
+
+def others(config: ManyTokens) -> list[ManyTokens]:
+    """What may be tried in place of a heuristic's configuration."""
+    cuts = [Grouped(64, 2, 4, 3), Grouped(64, 2, 4, 4), Grouped(64, 4, 4, 3), Grouped(128, 2, 8, 3)]
+    if config.unpacked:
+        cuts = [Grouped(128, 2, 8, 4), Grouped(64, 2, 8, 3), Grouped(64, 2, 4, 4)]
+    rows = [size for size in (config.rows // 2, config.rows * 2) if 16 <= size <= 128]
+    return varied(config, rows=rows, gate_up=cuts, down=cuts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import Target, current_target, triton_refusals
 from ..dequant_matmul.qtensor import QTensor
+from ..tuning import decide
 from . import down, gate_up, many_tokens_config, reference
-from .config import FEW_TOKENS, Config, FewTokens, heuristic
+from .config import FEW_TOKENS, Config, FewTokens, heuristic, others
 from .many_tokens import many_tokens
 from .many_tokens_config import ManyTokens
 from .matrix import matrix_of
@@ -39,12 +41,24 @@ def few_tokens(
 
 def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
     """The configuration of a call that brings none."""
-    tokens, slots = ids.shape
+    target, (tokens, slots) = current_target(), ids.shape
+    experts, width, hidden = down_proj.shape
+    codes = "/".join(map(_bits, (gate_up_proj, down_proj)))
+    key = f"tokens={tokens} slots={slots} experts={experts}x{width}x{hidden} {codes} {x.dtype}"
     if tokens > FEW_TOKENS:
-        return many_tokens_config.heuristic(tokens, slots, down_proj.shape[0])
+        config = many_tokens_config.heuristic(target, tokens, slots, experts)
+        candidates = functools.partial(many_tokens_config.others, config)
+        return decide("expert_dispatch", target, key, config, candidates)
     units = (matrix_of(weight).units for weight in (gate_up_proj, down_proj))
-    width, hidden = down_proj.shape[1:]
-    return heuristic(current_target().cores, tokens, slots, width, hidden, *units)
+    config = heuristic(target.cores, tokens, slots, width, hidden, *units)
+    return decide("expert_dispatch", target, key, config, functools.partial(others, config))
+
+
+def _bits(weight: Any) -> str:
+    """Of codes, and their group; else the dtype."""
+    return (
+        f"{weight.bits}g{weight.group_size}" if isinstance(weight, QTensor) else weight.dtype.name
+    )
 
 
 DISPATCHES: dict[type[Config], Callable[..., Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from .._compat import Target
-from ..tuning import tuned
+from ..tuning import decide, varied
 
 LOAD_BYTES = 16
 MOST_NUMBERS = 2048
@@ -31,8 +31,14 @@ class Config:
 def config_for(target: Target, x: Any) -> Config:
     """For these rows on this device."""
     rows, width = x.size // x.shape[-1], x.shape[-1]
-    entry = tuned("rms_norm", target, f"rows={rows} width={width} {x.dtype}")
-    return heuristic(target, x) if entry is None else Config(**entry)
+    key, config = f"rows={rows} width={width} {x.dtype}", heuristic(target, x)
+
+    def others() -> list[Config]:
+        near = [n for n in (config.rows // 2, config.rows * 2) if 1 <= n <= rows]
+        warps = [n for n in (config.num_warps // 2, config.num_warps * 2) if 1 <= n <= 16]
+        return varied(config, rows=near, num_warps=warps)
+
+    return decide("rms_norm", target, key, config, others)
 
 
 def heuristic(target: Target, x: Any) -> Config:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jax.experimental import pallas as pl
+
+from .._compat import Target
+from ..tuning import decide, varied
 
 # More rows than these are multiplied by XLA.
 FEW_ROWS = 64
@@ -25,6 +29,25 @@ class Config:
     experts: int = 1
     parts: int = 8
     num_warps: int = 8
+
+
+def config_for(target: Target, x: Any, weight: Any) -> Config:
+    """For these rows and this weight on this device."""
+    (rows, width), experts = x.shape, weight.shape[0]
+    key = f"rows={rows} width={width} experts={experts} {x.dtype} {weight.dtype}"
+    config = heuristic(rows)
+
+    def others() -> list[Config]:
+        sizes = {"rows": (config.rows // 2, config.rows * 2), "experts": (1, 2, 4)}
+        shares = [Config(config.rows, config.experts, parts, w) for parts, w in _SHARES]
+        near = [*varied(config, **sizes), *shares]
+        return [each for each in near if 1 <= each.rows * each.experts <= 32]
+
+    return decide("router", target, key, config, others)
+
+
+# Warps that share the columns, and warps.
+_SHARES = ((1, 4), (2, 4), (4, 4), (4, 8), (8, 8))
 
 
 def heuristic(rows: int) -> Config:

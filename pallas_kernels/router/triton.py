@@ -11,9 +11,9 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compat import Target, triton_refusals
+from .._compat import Target, current_target, triton_refusals
 from . import few_rows, reference
-from .config import FEW_ROWS, Config, heuristic
+from .config import FEW_ROWS, Config, config_for
 from .reference import RouterOutput
 from .specs import DTYPES, MOST_EXPERTS
 from .top_k import top_k
@@ -55,7 +55,7 @@ def router(
         logits = reference.product(x, weight)
     else:
         if config is None:
-            config = heuristic(rows)
+            config = config_for(current_target(), x, weight)
         logits = few_rows.product(x, weight, config)
     ids, weights = top_k(
         logits, bias, mask, valid, limit, temperature, slots=slots, renormalise=renormalise

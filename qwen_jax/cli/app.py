@@ -19,6 +19,7 @@ VERBS = {
     "divergence": "Say how far a model's predictions are from a base's.",
     "evaluate": "Run tasks of lm-eval.",
     "bench": "Measure prefill, first-token and inter-token times.",
+    "tune": "Find how kernels are cut best on this GPU.",
 }
 
 app = App(

@@ -32,6 +32,11 @@ def bench(
 ) -> None:
     """Measure prefill, first-token and inter-token times: greedy, compilation apart.
 
+    Besides: the bytes that a step must move and their share of what a plain copy moves here; on a
+    GPU where the time goes, from a profile taken behind the measured trials; and what a start
+    takes. Compiled programs are kept in ~/.cache/qwen-jax/xla, so that a second run is a warm
+    start; JAX_ENABLE_COMPILATION_CACHE=false keeps none and finds none.
+
     Args:
         model: a model folder, demo, the id of a model on the Hub (organisation/name), or the
             name of a released shape with --dummy.

@@ -1,4 +1,9 @@
-"""What JAX and XLA read from the environment on import. A user's own settings always win."""
+"""What JAX and XLA read from the environment on import. A user's own settings always win.
+
+Compiled programs are kept in `~/.cache/qwen-jax/xla` (or below `XDG_CACHE_HOME`), where the next
+process finds them. `JAX_COMPILATION_CACHE_DIR` names another folder;
+`JAX_ENABLE_COMPILATION_CACHE=false` keeps none.
+"""
 
 from __future__ import annotations
 

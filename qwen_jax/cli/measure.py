@@ -6,51 +6,39 @@ It needs none of the libraries that the command line brings.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ..accounting import FLOATS, cache_bytes, tensors, weight_bytes
-from ..cache import Cache, init_cache
+from ..accounting import (
+    FLOATS,
+    bytes_per_step,
+    cache_bytes,
+    distinct_experts,
+    tensors,
+    weight_bytes,
+)
 from ..checkpoint.plan import plan_load
 from ..checkpoint.safetensors_io import open_folder
-from ..compile_time import compile_seconds
+from ..compile_time import compile_time
 from ..config import QwenConfig
 from ..configuration.families import WIDTHS
-from ..decode import DecodeState, prefill_prompts, start
-from ..decode.loop import raise_on_failure, run_steps
 from ..errors import RequestError
 from ..loading import load
 from ..memory import peak_memory, refuse_unless_fits
-from ..model import CausalLM, FlatModel, initialise, parameter_shapes
+from ..model import CausalLM, initialise, parameter_shapes
 from ..quant import Scheme, named_recipe, scheme_of
+from .bandwidth import copy_bytes_per_second, copy_size
 from .bench_request import BenchRequest
+from .kernel_profile import absence
 from .loading import choose_dtype
 from .shape import Shape, find_shape
+from .start_up import compilation, process_seconds
+from .trials import Samples, Trials, figures_of
 
 Note = Callable[[str], None]
-
-
-@dataclasses.dataclass
-class Samples:
-    """Seconds of each measured event.
-
-    Attributes:
-        prefill: all prompts through the model, until their logits are there.
-        first_token: the same, and the first token of each row drawn and read by the host.
-        step: one decode step as a call of its own, its token awaited.
-        loop: a whole generation but its first token in one call, divided by its steps.
-    """
-
-    prefill: list[float] = dataclasses.field(default_factory=list)
-    first_token: list[float] = dataclasses.field(default_factory=list)
-    step: list[float] = dataclasses.field(default_factory=list)
-    loop: list[float] = dataclasses.field(default_factory=list)
 
 
 def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
@@ -76,20 +64,21 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
     needed = weights + max(cache, _working_bytes(config, scheme) if request.dummy else 0)
     stored = scheme.described(config.dtype)
     refuse_unless_fits(needed, f"{request.model} in {stored} with a cache of {cache / 1e9:.2f} GB")
-    begin = time.perf_counter()
+    began, begin = process_seconds(), time.perf_counter()
     model = _model(shape, config, request, note)
     made = time.perf_counter() - begin
-    bench = _Bench(model, request)
+    trials = Trials(model, request)
 
     note("compiling ...")
-    before = compile_seconds()
-    bench.trial(Samples())
-    compiled = compile_seconds() - before
-    note(f"compiled in {compiled:.1f} s")
+    before, first = compile_time(), Samples()
+    trials.trial(first)
+    compiled = compilation(before, compile_time())
+    note(f"compiled in {compiled['seconds']:.1f} s, from a {compiled['start']} start")
     samples = Samples()
     for number in range(request.num_trials):
-        bench.trial(samples)
+        trials.trial(samples)
         note(f"trial {number + 1} of {request.num_trials}: {samples.loop[-1] * 1e3:.3f} ms a token")
+    peak, figures = peak_memory(), figures_of(samples, request)
     return {
         "model": {
             "name": request.model,
@@ -98,13 +87,62 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
         }
         | {"dtype": config.dtype, "weights": "random" if request.dummy else "loaded"}
         | {"recipe": scheme.recipe or None, "bits": scheme.bits},
-        **_figures(samples, request),
+        **figures,
         "weight_bytes": weights,
         "cache_bytes": cache,
-        "peak_memory_bytes": peak_memory(),
-        "compile_seconds": compiled,
+        "peak_memory_bytes": peak,
+        "compile_seconds": compiled["seconds"],
+        "compilation": compiled,
         "weights_ready_seconds": made,
+        "start_seconds": began + first.from_prompt[0],
+        "experts": _experts(config, request),
+        "limit": _limit(config, scheme, request, figures),
+        "profile": _profile(trials, samples, note),
     }
+
+
+def _limit(
+    config: QwenConfig,
+    scheme: Scheme,
+    request: BenchRequest,
+    figures: dict[str, Any],
+) -> dict[str, Any]:
+    """Bytes that a step must move, halfway through the generation, and their share of the copy."""
+    context = request.prompt_tokens + request.generation_tokens // 2
+    parts = bytes_per_step(config, request.batch_size, context, scheme, request.kv_cache_dtype)
+    rate = sum(parts.values()) / figures["loop_seconds_per_token"]["median"]
+    copied = copy_size()
+    bandwidth = copy_bytes_per_second(copied)
+    return {
+        "bytes_per_step": sum(parts.values()),
+        "parts": parts,
+        "context": context,
+        "copied_bytes": copied,
+        "copy_bytes_per_second": bandwidth,
+        "share": rate / bandwidth,
+    }
+
+
+def _experts(config: QwenConfig, request: BenchRequest) -> dict[str, Any] | None:
+    """How many experts a step is counted with; None without any."""
+    if not any(map(config.is_sparse, range(config.num_hidden_layers))):
+        return None
+    return {
+        "experts": config.num_experts,
+        "per_token": config.num_experts_per_tok,
+        "expected_distinct": distinct_experts(config, request.batch_size),
+    }
+
+
+def _profile(trials: Trials, samples: Samples, note: Note) -> dict[str, Any]:
+    if (reason := absence()) is not None:
+        return {"absent": reason}
+    note("profiling ...")
+    try:
+        return trials.profile(samples)
+    except RuntimeError as error:
+        # What was measured before is not lost for it.
+        return {"absent": f"the profiler failed: {error}"}
 
 
 def _configuration(shape: Shape, request: BenchRequest, note: Note) -> tuple[QwenConfig, Scheme]:
@@ -169,88 +207,3 @@ def _working_bytes(config: QwenConfig, scheme: Scheme) -> int:
     if jax.default_backend() != "cpu":
         return 0
     return 3 * max(tensor.nbytes for tensor in tensors(config, scheme))
-
-
-class _Bench:
-    """One model and the prompts to run through it."""
-
-    def __init__(self, model: CausalLM, request: BenchRequest) -> None:
-        self._model = model
-        self._flat = FlatModel.of(model)
-        self._request = request
-        shape = (request.batch_size, request.prompt_tokens)
-        self._prompts = (
-            np.random.default_rng(0).integers(0, model.config.vocab_size, shape).tolist()
-        )
-
-    def trial(self, samples: Samples) -> None:
-        """Generate twice from the prompts: in single steps, and in one call."""
-        steps = self._request.generation_tokens - 1
-        state, cache = self._begin(samples)
-        for _ in range(steps):
-            begin = time.perf_counter()
-            state, cache = self._steps(state, cache, 1)
-            samples.step.append(time.perf_counter() - begin)
-        raise_on_failure(state, cache)
-        del state, cache
-
-        state, cache = self._begin(samples)
-        begin = time.perf_counter()
-        state, cache = self._steps(state, cache, steps)
-        samples.loop.append((time.perf_counter() - begin) / steps)
-        raise_on_failure(state, cache)
-
-    def _begin(self, samples: Samples) -> tuple[DecodeState, Cache]:
-        request = self._request
-        cache = jax.block_until_ready(
-            init_cache(
-                self._model.config,
-                request.batch_size,
-                request.length,
-                kv_cache_dtype=request.kv_cache_dtype,
-            )
-        )
-        begin = time.perf_counter()
-        logits, cache = prefill_prompts(
-            self._model, cache, self._prompts, chunk_size=request.prefill_chunk_size
-        )
-        jax.block_until_ready((logits, cache))
-        samples.prefill.append(time.perf_counter() - begin)
-        state = start(
-            logits,
-            max_tokens=jnp.asarray(request.generation_tokens, jnp.int32),
-            capacity=request.generation_tokens,
-        )
-        jax.device_get(state.last)
-        samples.first_token.append(time.perf_counter() - begin)
-        return state, cache
-
-    def _steps(self, state: DecodeState, cache: Cache, steps: int) -> tuple[DecodeState, Cache]:
-        state, cache = run_steps(self._flat, cache, state, max_steps=jnp.int32(steps))
-        jax.device_get(state.last)
-        return state, cache
-
-
-def _figures(samples: Samples, request: BenchRequest) -> dict[str, Any]:
-    rows = request.batch_size
-    return {
-        "prefill_seconds": spread(samples.prefill),
-        "prefill_tokens_per_second": rows
-        * request.prompt_tokens
-        / float(np.median(samples.prefill)),
-        "first_token_seconds": spread(samples.first_token),
-        "inter_token_seconds": spread(samples.step),
-        "loop_seconds_per_token": spread(samples.loop),
-        "decode_tokens_per_second": rows / float(np.median(samples.loop)),
-    }
-
-
-def spread(values: list[float]) -> dict[str, float | int]:
-    """Median, 99th percentile (interpolated) and number of measurements."""
-    if not values:
-        return {"median": math.nan, "p99": math.nan, "count": 0}
-    return {
-        "median": float(np.median(values)),
-        "p99": float(np.percentile(values, 99)),
-        "count": len(values),
-    }

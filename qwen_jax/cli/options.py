@@ -24,6 +24,7 @@ def _whole_number(_: Any, tokens: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=_whole_number)]
+WholeNumbers = Annotated[tuple[int, ...], Parameter(negative="")]
 MaybeWhole = Annotated[int | None, Parameter(converter=_whole_number)]
 MaybeFloat = float | None
 Text = Annotated[str | None, Parameter(allow_leading_hyphen=True)]

@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels.compile_for_gpu import OPERATIONS, cases
 from benchmarks.kernels.devices import DEVICES
 from pallas_kernels import _compat
+from pallas_kernels.attention.cut import cut_for, shared_bytes
+from pallas_kernels.delta_rule.config import pass_config
+from pallas_kernels.expert_dispatch import many_tokens_config
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels" / "compile_for_gpu.py"
 
@@ -32,6 +36,21 @@ def test_devices_are_those_that_kernels_know():
         assert device.target.shared_memory == 1024 * (device.shared_kib - 1)
         assert f"shared_memory_per_block_optin: {device.target.shared_memory}\n" in device.text
     assert [DEVICES[x].architecture for x in ("h200", "4090")] == ["sm_90a", "sm_89"]
+
+
+@pytest.mark.parametrize("device", ["a10", "4090"])
+def test_smaller_cards_get_smaller_tiles(device):
+    small, large = DEVICES[device].target, DEVICES["h200"].target
+    for target, tile, warps in ((small, 32, 8), (large, 64, 4)):
+        q = jax.ShapeDtypeStruct((1, 8192, 16, 256), jnp.bfloat16)
+        cut = cut_for(target, q, 2)
+        assert shared_bytes(cut.rows, cut.tile, cut.num_stages, 256, False) <= target.shared_memory
+        qkv = jax.ShapeDtypeStruct((1, 512, 8192), jnp.bfloat16)
+        state = jax.ShapeDtypeStruct((1, 32, 128, 128), jnp.float32)
+        found = pass_config(target, qkv, state)
+        assert (found.tile, found.num_warps) == (tile, warps)
+        assert many_tokens_config.heuristic(target, 8192, 8, 256).gate_up.outputs == 2 * tile
+    assert cut_for(small, q, 2).num_warps == 8 and cut_for(small, q, 2).tile == 32
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._compat import lower_for_cuda
+from pallas_kernels._compat import H200, lower_for_cuda
 from pallas_kernels.dequant_matmul.layout import CENTRES, group_count, pack, unit_count
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import combine, sorting
@@ -238,7 +238,7 @@ def abstract(tokens: int, sizes: Sizes):
     ],
 )
 def test_lowers_for_cuda(tokens, sizes, launches):
-    cut = heuristic(tokens, 8, 256)
+    cut = heuristic(H200, tokens, 8, 256)
     call = functools.partial(many_tokens, **SETTINGS, config=cut)
     text = lower_for_cuda(call, *abstract(tokens, sizes))
     assert text.count("xla.gpu.triton") == launches

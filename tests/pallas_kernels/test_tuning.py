@@ -3,116 +3,172 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
 
-from pallas_kernels import block_attention, delta_rule, rms_norm, tuning
-from pallas_kernels._compat import H200, Target
+from pallas_kernels import tuning
+from pallas_kernels._compat import H200, Target, lower_for_cuda, targeting
 
-
-@dataclasses.dataclass
-class Kernel:
-    """A kernel with measured configurations.
-
-    Attributes:
-        operation: its package.
-        kind: class of its configurations.
-        configuration: (target, the call's arrays) -> what the kernel would run with.
-    """
-
-    operation: ModuleType
-    kind: type
-    configuration: Callable[..., Any]
-
-    @property
-    def specs(self) -> list[Any]:
-        """The calls in its `specs.py`."""
-        module = importlib.import_module(f"{self.operation.__name__}.specs")
-        return list(module.SPECS.values())
-
-    def keys(self, monkeypatch, specs) -> list[str]:
-        """The keys that calls ask for."""
-        asked = []
-        with monkeypatch.context() as patch:
-            patch.setattr(self.operation.config, "tuned", lambda *call: asked.append(call[2]))
-            for spec in specs:
-                self.configuration(H200, *spec.arguments())
-        return asked
-
-
-KERNELS = {
-    "block_attention": Kernel(
-        block_attention,
-        block_attention.config.Config,
-        lambda target, q, keys, _, table, *rest: block_attention.config.config_for(
-            target, q, keys, table
-        ),
-    ),
-    "delta_rule decode": Kernel(
-        delta_rule,
-        delta_rule.config.DecodeConfig,
-        lambda target, *arrays: delta_rule.config.decode_config(
-            target, arrays[0].shape[0], arrays[7]
-        ),
-    ),
-    "delta_rule pass": Kernel(
-        delta_rule,
-        delta_rule.config.PassConfig,
-        lambda target, *arrays: delta_rule.config.pass_config(target, arrays[0], arrays[7]),
-    ),
-    "rms_norm": Kernel(
-        rms_norm,
-        rms_norm.config.Config,
-        lambda target, x, *rest: rms_norm.config.config_for(target, x),
-    ),
+# Specs that are quick to trace, one for each kind of configuration.
+OPERATIONS = {
+    "attention_inputs": ("batch 1",),
+    "block_attention": ("batch 1, 4k", "batch 1, 512, int8"),
+    "delta_rule": ("decode, batch 1", "prefill, 32 x 512"),
+    "dequant_matmul": ("1 row, delta net", "16 rows, attention", "4096 rows, 12288x2048"),
+    "expert_dispatch": ("1 token", "512 tokens", "8192 tokens, bf16"),
+    "rms_norm": ("1 row", "8192 rows"),
+    "router": ("1 row, 8 of 256", "32 rows, 8 of 256"),
 }
-ENTRIES = [
-    (path.stem, kernel, key, fields)
-    for path in sorted((Path(tuning.__file__).parent / "tuning_data").glob("*.json"))
-    for kernel, shapes in json.loads(path.read_text()).items()
-    for key, fields in shapes.items()
-]
+PACKAGED = sorted((Path(tuning.__file__).parent / "tuning_data").glob("*.json"))
 
 
-@pytest.mark.parametrize(("device", "name", "key", "fields"), ENTRIES)
-def test_entries_are_configurations_of_shapes_in_the_specs(monkeypatch, device, name, key, fields):
-    assert device == device.lower().replace(" ", "-")
-    kernel = KERNELS[name]
-    kernel.kind(**fields)
-    assert key in kernel.keys(monkeypatch, kernel.specs)
+@functools.cache
+def decisions_of(operation: str, name: str) -> dict[tuple[str, str], tuning.Decision]:
+    """What the call of a spec decides on an H200."""
+    run = importlib.import_module(f"pallas_kernels.{operation}.api").OPERATION
+    spec = importlib.import_module(f"pallas_kernels.{operation}.specs").SPECS[name]
+
+    def call(*arrays: Any) -> Any:
+        return run(*arrays, implementation="triton", **spec.settings())
+
+    with targeting(H200), tuning.listening() as heard:
+        jax.eval_shape(call, *spec.arguments())
+    return heard
 
 
-@pytest.mark.parametrize(("device", "name", "key", "fields"), ENTRIES)
-def test_entries_differ_from_the_heuristic(monkeypatch, device, name, key, fields):
-    kernel = KERNELS[name]
-    specs = kernel.specs
-    measured = [spec for spec in specs if kernel.keys(monkeypatch, [spec]) == [key]]
-    assert measured and device == "nvidia-h200"
-    monkeypatch.setattr(tuning, "table", lambda kind: {})
-    for spec in measured:
-        assert kernel.configuration(H200, *spec.arguments()) != kernel.kind(**fields)
+def decisions(operation: str) -> dict[tuple[str, str], tuning.Decision]:
+    """Those of some specs."""
+    return {
+        place: decision
+        for name in OPERATIONS[operation]
+        for place, decision in decisions_of(operation, name).items()
+    }
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_calls_use_the_entry_of_their_shape(monkeypatch, name):
-    kernel = KERNELS[name]
-    spec = kernel.specs[0]
-    (key,) = kernel.keys(monkeypatch, [spec])
-    entry = {field.name: 1024 for field in dataclasses.fields(kernel.kind)}
-    monkeypatch.setattr(tuning, "table", lambda kind: {name: {key: entry}})
-    assert kernel.configuration(H200, *spec.arguments()) == kernel.kind(**entry)
+@pytest.fixture
+def own_folder(monkeypatch, tmp_path):
+    """An empty folder of the user's, in front of the package's."""
+    monkeypatch.setenv("QWEN_JAX_TUNING", str(tmp_path))
+    tuning.table.cache_clear()
+    yield tmp_path
+    tuning.table.cache_clear()
 
 
-def test_measured_entries_are_found_and_others_are_not():
-    device, kernel, key, fields = ENTRIES[0]
-    assert device == "nvidia-h200"
-    assert tuning.tuned(kernel, H200, key) == fields
-    assert tuning.tuned(kernel, H200, f"{key} and more") is None
-    assert tuning.tuned("no kernel", H200, key) is None
-    assert tuning.tuned(kernel, Target("gpu", "NVIDIA A100", 108, (8, 0)), key) is None
+def write(folder: Path, written: Any, **changes: Any) -> None:
+    content = tuning.content_of(H200.kind, written) | changes
+    (folder / tuning.file_name(H200.kind)).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_call_has_a_key_and_other_configurations(operation):
+    found = decisions(operation)
+    assert found and any(decision.others for decision in found.values())
+    for (kernel, _), decision in found.items():
+        # Experts of many tokens are beside a shared one, which is a dense product.
+        assert kernel.startswith((operation, "dequant_matmul"))
+        assert decision.heuristic not in decision.others
+        for config in decision.others:
+            # Fields that JSON can hold, and the same again from them.
+            fields = json.loads(json.dumps(tuning.as_fields(config)))
+            assert tuning._built(kernel, "", fields, (type(config),)) == config
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=lambda path: path.stem)
+def test_packaged_entries_have_a_meaning_and_differ_from_known_heuristics(path):
+    content = json.loads(path.read_text())
+    assert path.name == tuning.file_name(content["device"])
+    assert content["format"] == tuning.FORMAT
+    known = {place: d for operation in OPERATIONS for place, d in decisions(operation).items()}
+    kinds: dict[str, dict[str, type]] = {}
+    for (kernel, _), decision in known.items():
+        for config in (decision.heuristic, *decision.others):
+            kinds.setdefault(kernel, {})[type(config).__name__] = type(config)
+    for kernel, shapes in content["entries"].items():
+        for key, entry in shapes.items():
+            config = tuning._built(kernel, key, entry["config"], tuple(kinds[kernel].values()))
+            if content["device"] == H200.kind and (kernel, key) in known:
+                assert config != known[kernel, key].heuristic
+
+
+def test_the_packages_entry_counts_for_its_version_alone(own_folder, monkeypatch):
+    key = "batch=32 heads=32 widths=128x128 bfloat16"
+    monkeypatch.setattr(tuning, "jax_version", lambda: "0.11")
+    assert key in tuning.table(H200.kind)["delta_rule pass"]
+    tuning.table.cache_clear()
+    monkeypatch.setattr(tuning, "jax_version", lambda: "0.10")
+    assert tuning.table(H200.kind) == {}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_users_entry_goes_before_the_heuristic(operation, own_folder):
+    (kernel, key), decision = next(
+        (place, d) for place, d in decisions(operation).items() if d.others
+    )
+    other = decision.others[0]
+    write(own_folder, {kernel: {key: {"config": tuning.as_fields(other)}}})
+    kinds = (type(other), type(decision.heuristic))
+
+    def found(target: Target, key: str) -> Any:
+        return tuning.decide(kernel, target, key, decision.heuristic, tuple, kinds)
+
+    assert found(H200, key) == other
+    assert found(H200, f"{key} and more") == decision.heuristic
+    assert found(Target("gpu", "NVIDIA A100", 108, (8, 0)), key) == decision.heuristic
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"jax": "0.1"}, "its jax is '0.1'"),
+        ({"device": "NVIDIA A10"}, "its device is 'NVIDIA A10', and here it is 'NVIDIA H200'"),
+        ({"format": 2}, "its format is 2"),
+        ({"entries": []}, "it is no tuning file"),
+    ],
+)
+def test_files_of_others_are_left_aside_with_a_word(own_folder, changes, words):
+    write(own_folder, {"rms_norm": {"k": {}}}, **changes)
+    with pytest.warns(tuning.TuningWarning, match=words) as caught:
+        assert "rms_norm" not in tuning.table(H200.kind)
+    assert "qwen-jax tune" in str(caught[0].message)
+
+
+def test_a_broken_file_is_left_aside(own_folder):
+    (own_folder / tuning.file_name(H200.kind)).write_text("{")
+    with pytest.warns(tuning.TuningWarning, match="left aside"):
+        tuning.table(H200.kind)
+
+
+@pytest.mark.parametrize("config", [None, {}, {"kind": "Cut"}, {"kind": "Config", "size": 3}])
+def test_a_meaningless_entry_is_an_error(own_folder, config):
+    [(kernel, key), decision] = next(iter(decisions("rms_norm").items()))
+    write(own_folder, {kernel: {key: {"config": config}}})
+    with pytest.raises(tuning.TuningError, match="accepted are the fields of Config"):
+        tuning.decide(kernel, H200, key, decision.heuristic, tuple)
+
+
+def test_a_call_is_traced_again_with_what_is_tried(own_folder):
+    run = importlib.import_module("pallas_kernels.rms_norm.api").OPERATION
+    spec = importlib.import_module("pallas_kernels.rms_norm.specs").SPECS["8192 rows"]
+    place, decision = next(
+        (place, d) for place, d in decisions("rms_norm").items() if "rows=8192 " in place[1]
+    )
+
+    def warps() -> str:
+        def call(*arrays: Any) -> Any:
+            return run(*arrays, implementation="triton", **spec.settings())
+
+        return lower_for_cuda(call, *spec.arguments())
+
+    other = dataclasses.replace(decision.heuristic, num_warps=decision.heuristic.num_warps * 2)
+    plain = warps()
+    with tuning.trying({place: other}):
+        tried = warps()
+    assert f"num_warps = {other.num_warps}" in tried
+    assert f"num_warps = {other.num_warps}" not in plain
+    assert warps() == plain

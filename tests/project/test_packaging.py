@@ -83,7 +83,9 @@ def test_wheel_has_the_measured_configurations(wheel):
 
 
 def test_installed_package_reads_the_measured_configurations(installed, tmp_path):
-    code = "from pallas_kernels.tuning import table; print(len(table('NVIDIA H200')))"
+    code = (
+        "from pallas_kernels.tuning import packaged as p; print(len(p('NVIDIA H200')['entries']))"
+    )
     assert int(run(installed / "bin" / "python", "-c", code, cwd=tmp_path)) > 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from qwen_jax import accounting
@@ -90,6 +91,40 @@ def test_bytes_of_35b_a3b(a3b):
     state = 15_728_640 * F32 + 30 * 8192 * 4 * BF16
     assert accounting.state_bytes_per_sequence(a3b) == state
     assert accounting.bytes_per_token(a3b, 1000) == read + 2 * state + 1000 * 20_480
+
+
+def test_bytes_of_a_step_of_a_batch(a3b):
+    one, many = (accounting.bytes_per_step(a3b, rows, 1000) for rows in (1, 32))
+    assert sum(one.values()) == accounting.bytes_per_token(a3b, 1000)
+    # Eight experts of three matrices a layer; the head is no part of the embedding.
+    assert one["experts"] == 40 * 8 * 3 * 512 * 2048 * BF16
+    assert one["head"] == 248_320 * 2048 * BF16
+    same, per_row = ("other weights", "head"), ("embedding", "keys and values", "recurrent state")
+    assert all(many[name] == one[name] for name in same)
+    assert all(many[name] == 32 * one[name] for name in per_row)
+    # Draws of 8 of 256 experts by 32 rows, simulated.
+    rng = np.random.default_rng(0)
+    draws = [{e for _ in range(32) for e in rng.permutation(256)[:8]} for _ in range(400)]
+    distinct = np.mean([len(each) for each in draws])
+    assert accounting.distinct_experts(a3b, 32) == pytest.approx(distinct, rel=0.01)
+    assert many["experts"] / one["experts"] == pytest.approx(distinct / 8, rel=0.01)
+    coded = accounting.bytes_per_step(a3b, 1, 1000, kv_cache_dtype="int8")
+    assert coded["keys and values"] == 1000 * 10_560
+
+
+def test_bytes_of_a_step_without_experts_and_with_a_window():
+    config = QwenConfig.preset("qwen3.5-0.8b")
+    parts = accounting.bytes_per_step(config, 4)
+    assert parts["experts"] == 0
+    # Tied: the table is the head, and its rows are read besides.
+    table = config.vocab_size * config.hidden_size * BF16
+    assert (parts["head"], parts["embedding"]) == (table, 4 * config.hidden_size * BF16)
+    kinds = ("sliding_attention",) * 48
+    sliding = dataclasses.replace(
+        QwenConfig.preset("qwen3-30b-a3b"), layer_types=kinds, sliding_window=100
+    )
+    seen = accounting.bytes_per_step(sliding, 1, 1000)["keys and values"]
+    assert seen == accounting.kv_bytes_per_token(sliding) * 100
 
 
 def test_bytes_follow_the_dtype(a3b):

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from qwen_jax.cli import report
 from qwen_jax.cli.bench_request import BenchRequest
-from qwen_jax.cli.measure import first_layers, spread
+from qwen_jax.cli.measure import first_layers
 from qwen_jax.cli.report import as_text
+from qwen_jax.cli.start_up import compilation
+from qwen_jax.cli.trials import spread
+from qwen_jax.compile_time import CompileTime
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
 
@@ -51,6 +55,14 @@ def test_result_is_fit_to_be_kept(run, tiny):
     )
     assert figures["peak_memory_bytes"] > 0
     assert figures["model"]["weights"] == "loaded"
+    check_limit(figures, experts=0)
+    assert figures["experts"] is None
+    assert figures["profile"] == {
+        "absent": "kernels are told apart on a GPU alone, and this is a cpu"
+    }
+    assert figures["compilation"]["start"] in ("cold", "warm")
+    assert figures["compilation"]["cold_seconds"] >= figures["compile_seconds"] > 0
+    assert figures["start_seconds"] > figures["first_token_seconds"]["median"]
     assert "compiled in" in outcome.err and "trial 2 of 2" in outcome.err
     text = as_text(result)
     check_table(text, "1 layers, float32, loaded weights")
@@ -76,8 +88,20 @@ def test_random_weights_in_codes(run, write_tiny, tmp_path):
     check_table(as_text(result), "1 layers, float32, random weights, recipe q3 of 3 bits")
 
 
+def check_limit(figures: dict, experts: int) -> None:
+    limit = figures["limit"]
+    assert limit["bytes_per_step"] == sum(limit["parts"].values())
+    assert limit["parts"]["experts"] == experts
+    # Behind the prompt, halfway through the generation.
+    assert limit["context"] == 20 + 5 // 2
+    step = figures["loop_seconds_per_token"]["median"]
+    moved = limit["copy_bytes_per_second"] * limit["share"] * step
+    assert moved == pytest.approx(limit["bytes_per_step"])
+
+
 def check_table(text: str, weights: str) -> None:
-    for row in ("prefill", "first token", "inter-token", "loop", "peak memory", "compilation"):
+    rows = ("prefill", "first token", "inter-token", "loop", "peak memory", "compilation")
+    for row in (*rows, "start", "limit", "profile"):
         assert f"\n{row} " in text
     assert weights in text
 
@@ -121,6 +145,27 @@ def test_first_layers_keep_their_kinds_and_widths():
     assert cut.moe_intermediate_size == (512, 512)
     with pytest.raises(RequestError, match="the model has 40"):
         first_layers(config, 41)
+
+
+def test_experts_and_profile_in_the_table():
+    experts = {"experts": 256, "per_token": 8, "expected_distinct": 57.42}
+    text = report._experts(experts, "random")
+    assert text.startswith("8 of 256 a token and layer; 57.4 different ones") and "evenly" in text
+    part = {"seconds": 2e-3, "launches": 99.0, "gaps": 0.5e-3}
+    part["groups"] = {"experts": 0.5e-3, "head": 1e-3, "router": 0.0}
+    rows = report._profile({"step": part, "prefill": part})
+    assert rows["step time"] == (
+        "2.000 ms, 99 launches: head 1.000 ms (50%), experts 0.500 ms (25%), gaps 0.500 ms (25%)"
+    )
+
+
+def test_warm_and_cold_starts():
+    cold = CompileTime(90.0, 60.0, 5.0, 2) - CompileTime(50.0, 50.0, 5.0, 2)
+    found = compilation(CompileTime(), cold)
+    assert (found["start"], found["cold_seconds"]) == ("cold", 40.0)
+    # 0.5 s are a program that is not kept.
+    found = compilation(CompileTime(), CompileTime(12.0, 0.5, 30.0, 4))
+    assert (found["start"], found["cold_seconds"], found["programs_read"]) == ("warm", 42.0, 4)
 
 
 def test_arguments_repeat_the_request():

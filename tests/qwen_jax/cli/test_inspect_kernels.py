@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
+from qwen_jax.cli.kernels import kernels
+from qwen_jax.cli.measure import first_layers
 from qwen_jax.config import QwenConfig
+from qwen_jax.model import parameter_shapes
+from qwen_jax.quant import named_recipe, scheme_of
 
 
 def report(run, *arguments: str) -> dict:
@@ -37,6 +42,20 @@ def test_a_described_device(run, demo_path):
     kinds = QwenConfig.from_hf(demo_path).layer_types
     assert decode["delta_rule"]["calls"] == kinds.count("linear_attention")
     assert decode["block_attention"]["calls"] == kinds.count("full_attention")
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-next-80b-a3b"])
+def test_released_shapes_in_codes_run_on_kernels(name):
+    config = first_layers(QwenConfig.preset(name), 4)
+    config = dataclasses.replace(config, dtype="bfloat16")
+    scheme = scheme_of(parameter_shapes(config), named_recipe("q3"))
+    phases = kernels(config, scheme, 32, None, "h200")["phases"]
+    for phase in ("decode", "prefill"):
+        rows = phases[phase]
+        assert {row["operation"] for row in rows} >= {"expert_dispatch", "router", "dequant_matmul"}
+        for row in rows:
+            # The norm under a gate is left to XLA by name.
+            assert row["implementation"] == "triton" or row["named"], row
 
 
 def test_text_and_a_refused_implementation(run):
