@@ -4,7 +4,7 @@ from .abstract import abstract_model, parameter_shapes
 from .decoder import CausalLM, DecoderLayer, ModelOutput
 from .flat import FlatModel, whole
 from .initialise import initialise
-from .routing import Capture, Router, RouterContext, Routing
+from .routing import Capture, Router, RouterContext, Routing, RoutingTrace
 
 __all__ = [
     "Capture",
@@ -15,6 +15,7 @@ __all__ = [
     "Router",
     "RouterContext",
     "Routing",
+    "RoutingTrace",
     "abstract_model",
     "initialise",
     "parameter_shapes",
