@@ -5,9 +5,10 @@ Statistics and further routers live in `qwen_jax.research`.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -142,8 +143,8 @@ def stacked(routing: Mapping[int, Routing], experts: int) -> Routing:
 class RoutingTrace:
     """The choices of all MoE layers for N tokens, without padding.
 
-    It is made on the host, where the number of tokens need not be known beforehand; see
-    `qwen_jax.research.trace`. `trace[layer]` is the `Routing` of one layer, [N, A].
+    Its arrays are the host's, since N is not known beforehand; `qwen_jax.research.trace` makes
+    it. `trace[layer]` is the `Routing` of one layer: ids [N, A], and so on.
 
     Attributes:
         ids: int32 [L, N, A], as in `Routing`; L counts the MoE layers alone.
@@ -156,11 +157,11 @@ class RoutingTrace:
         fingerprint: of the model's configuration (static); see `research.trace.fingerprint`.
     """
 
-    ids: Array
-    weights: Array
-    logits: Array | None
-    tokens: Array
-    sequences: Array
+    ids: np.ndarray
+    weights: np.ndarray
+    logits: np.ndarray | None
+    tokens: np.ndarray
+    sequences: np.ndarray
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     experts: int = dataclasses.field(metadata={"static": True})
     fingerprint: str = dataclasses.field(metadata={"static": True})
@@ -173,4 +174,5 @@ class RoutingTrace:
             raise RequestError(f"layer {layer} has no routing; accepted are {self.layers}")
         index = self.layers.index(layer)
         logits = None if self.logits is None else self.logits[index]
-        return Routing(self.ids[index], self.weights[index], logits)
+        of_host: Any = (self.ids[index], self.weights[index], logits)
+        return Routing(*of_host)

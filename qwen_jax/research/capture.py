@@ -148,6 +148,6 @@ def _check(
         check_ids(sequence, model.config.vocab_size, number)
         if len(sequence) > limit:
             raise RequestError(
-                f"sequence {number} has {len(sequence)} tokens, but the model's context is {limit}; "
-                "cut it"
+                f"sequence {number} has {len(sequence)} tokens, but the context of the model is "
+                f"{limit}; cut it"
             )

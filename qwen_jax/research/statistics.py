@@ -192,9 +192,8 @@ def drop_rates(ids: Ids, experts: int) -> tuple[np.ndarray, np.ndarray]:
     """What a capacity left out, of a trace in which padding has no place.
 
     Returns:
-        float64 [*L] twice: the share of slots that are empty, and that of tokens without any expert.
-        Of a router that chooses fewer experts for some tokens, empty slots are those it did not
-        fill.
+        float64 [*L] twice: the share of slots that are empty, and that of tokens without any
+        expert. Slots that a router of variable k leaves free are empty too.
     """
     empty = np.asarray(ids) >= experts
     return empty.mean((-2, -1)), empty.all(-1).mean(-1)

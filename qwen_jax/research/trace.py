@@ -187,9 +187,7 @@ def load(path: str | Path, config: QwenConfig | None = None) -> RoutingTrace:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise RequestError(
-            f"{path} is not a trace ({error}); give a file that save wrote"
-        ) from error
+        raise RequestError(f"{path} is not a trace ({error}); give one that save wrote") from error
     kind = (metadata.get("format"), metadata.get("format_version"))
     if kind != (FORMAT, FORMAT_VERSION):
         raise RequestError(
@@ -214,9 +212,11 @@ def _read(
         experts, slots = int(metadata["experts"]), int(metadata["slots"])
         logits = arrays.get("logits")
         found = RoutingTrace(
-            *(arrays[name] for name in ("ids", "weights")),
+            arrays["ids"],
+            arrays["weights"],
             logits,
-            *(arrays[name] for name in ("tokens", "sequences")),
+            arrays["tokens"],
+            arrays["sequences"],
             layers,
             experts,
             metadata["fingerprint"],
