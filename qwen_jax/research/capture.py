@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def _pieces(
     longest = max(len(sequence) for sequence in sequences)
     cache = init_cache(model.config, batch_size, longest)
     for first in range(0, len(sequences), batch_size):
-        rows = [*sequences[first : first + batch_size]]
+        rows: list[Any] = [*sequences[first : first + batch_size]]
         rows += [()] * (batch_size - len(rows))
         cache = _emptied(cache)
         for begin in range(0, max(len(row) for row in rows), chunk_size):
@@ -144,7 +144,8 @@ def _check(
     if len(sequences) == 0:
         raise RequestError("there is no sequence; give at least one list of token ids")
     limit = model.config.max_position_embeddings
-    for number, sequence in enumerate(sequences):
+    prompts: Sequence[Any] = sequences
+    for number, sequence in enumerate(prompts):
         check_ids(sequence, model.config.vocab_size, number)
         if len(sequence) > limit:
             raise RequestError(
