@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -101,26 +101,38 @@ def layer_curves(layers: Sequence[LayerFigures], experts: int) -> Figure:
     return figure
 
 
+class PairMap(NamedTuple):
+    """A lift of some experts.
+
+    Attributes:
+        lift: float64 [R, C], from `statistics.lift`; NaN is left grey.
+        rows: numbers of the R experts.
+        columns: numbers of the C experts.
+    """
+
+    lift: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+
 @_styled
-def pair_maps(
-    lifts: Sequence[np.ndarray], titles: Sequence[str], *, rows: str, columns: str
-) -> Figure:
-    """Up to four maps of `statistics.lift` beside one another, on one scale.
+def pair_maps(maps: Sequence[PairMap], titles: Sequence[str], *, rows: str, columns: str) -> Figure:
+    """Up to four maps beside one another, on one scale.
 
     Args:
-        lifts: float64 [E, E] each; NaN is left grey.
+        maps: what to show.
         titles: one a map.
         rows: what stands along the vertical axes.
         columns: what stands along the horizontal axes.
     """
-    figure, axes = _canvas(1, len(lifts), (0.9 + 2.1 * len(lifts), 2.75))
-    most = max(_ceiling(lift, 99) for lift in lifts)
-    for number, (one, lift, title) in enumerate(zip(axes, lifts, titles, strict=True)):
-        last = number == len(lifts) - 1
+    figure, axes = _canvas(1, len(maps), (0.9 + 2.1 * len(maps), 2.6))
+    most = max(_ceiling(part.lift, 99) for part in maps)
+    for number, (one, part, title) in enumerate(zip(axes, maps, titles, strict=True)):
+        last = number == len(maps) - 1
         label = "joint choices / expected" if last else None
-        _map(one, lift, label, most=most, aspect="equal")
-        _ticks(one.xaxis, range(lift.shape[1]), 8)
-        _ticks(one.yaxis, range(lift.shape[0]), 8)
+        _map(one, part.lift, label, most=most, aspect="equal")
+        _ticks(one.xaxis, part.columns, 8)
+        _ticks(one.yaxis, part.rows, 8)
         one.set(title=title, xlabel=columns, ylabel="" if number else rows)
     return figure
 
@@ -135,7 +147,7 @@ def class_map(table: np.ndarray, names: Sequence[str], layer: int) -> Figure:
         layer: its number.
     """
     kept = table.sum(1) > 0
-    table, names = table[kept].astype(np.float64), [names[i] for i in np.flatnonzero(kept)]
+    table, names = table[kept].astype(np.float64), [names[int(i)] for i in np.flatnonzero(kept)]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = (table / table.sum(0)) / (table.sum(1, keepdims=True) / table.sum())
     figure, (axes,) = _canvas(1, 1, (7.2, 1.1 + 0.24 * len(names)))
@@ -168,7 +180,8 @@ def _map(
         return
     above = bool(np.nanmax(values) > most)
     figure: Any = axes.figure
-    bar = figure.colorbar(picture, ax=axes, extend="max" if above else "neither", pad=0.02)
+    extend = "max" if above else "neither"
+    bar = figure.colorbar(picture, ax=axes, extend=extend, extendfrac=0.03, pad=0.02)
     bar.ax.tick_params(length=2)
     bar.set_label(label)
     bar.outline.set_visible(False)
@@ -180,7 +193,7 @@ def _ceiling(values: np.ndarray, percentile: float) -> float:
     return max(2.0, float(np.percentile(finite, percentile))) if finite.size else 2.0
 
 
-def _ticks(axis: Any, numbers: Sequence[int], most: int = _LABELS) -> None:
+def _ticks(axis: Any, numbers: Sequence[int] | np.ndarray, most: int = _LABELS) -> None:
     """Labels of every n-th place, n a power of two, so that at most so many stand there."""
     step = 1
     while -(-len(numbers) // step) > most:

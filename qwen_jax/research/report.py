@@ -21,6 +21,7 @@ from .summary import Summary, class_tables, summarise
 from .token_classes import CLASSES, token_classes
 
 MAPS = 3
+BUSIEST = 48
 TEMPLATE = "report.html.jinja"
 
 
@@ -118,58 +119,62 @@ def report(
             "each layer alone, about the number of experts a token where the load is even.",
             figures.png(figures.layer_curves(summary.layers, trace.experts)),
         ),
-        *_pair_pictures(trace, summary),
+        *_pair_pictures(trace),
     ]
     if tokenizer is not None:
         pictures.append(_class_picture(trace, summary, tokenizer))
     return Report(facts, summary, tuple(pictures))
 
 
-def _pair_pictures(trace: RoutingTrace, summary: Summary) -> list[Picture]:
+def _pair_pictures(trace: RoutingTrace) -> list[Picture]:
     """Co-activation of some layers, and transitions from some layers to the next."""
-    experts, tokens = trace.experts, len(trace)
-    chosen = {layer: statistics.counts_of(trace[layer].ids, experts) for layer in trace.layers}
-    shown = _spread(trace.layers)
-    lifts = []
-    for layer in shown:
-        joint = statistics.co_activation(trace[layer].ids, experts)
-        lift = statistics.lift(joint, chosen[layer], chosen[layer], tokens)
-        np.fill_diagonal(lift, np.nan)
-        lifts.append(lift)
-    together = Picture(
-        "co-activation",
-        "Pairs of experts that tokens choose together, over what independent choices of the same "
-        "load would give: 0 never, 1 as chance has it. The diagonal is left out.",
-        figures.png(
-            figures.pair_maps(lifts, [f"Layer {n}" for n in shown], rows="expert", columns="expert")
-        ),
-    )
-    steps = _spread(list(zip(trace.layers, trace.layers[1:], strict=False)))
-    if not steps:
-        return [together]
-    lifts = [
-        statistics.lift(
-            statistics.transition(trace[a].ids, trace[b].ids, experts),
-            chosen[a],
-            chosen[b],
-            tokens,
+    layers = _spread(trace.layers)
+    together = [_pairs(trace, layer, layer) for layer in layers]
+    pictures = [
+        Picture(
+            "co-activation",
+            "Pairs of experts that tokens choose together, over what independent choices of the "
+            f"same load would give: 0 never, 1 as chance has it.{_selection(trace)}",
+            figures.png(
+                figures.pair_maps(
+                    together, [f"Layer {n}" for n in layers], rows="expert", columns="expert"
+                )
+            ),
         )
-        for a, b in steps
     ]
-    onward = Picture(
-        "transitions",
-        "Experts that a token chooses in one layer (down) and in the next (across), on the same "
-        "scale: above 1 they follow one another more often than chance has it.",
-        figures.png(
-            figures.pair_maps(
-                lifts,
-                [f"Layer {a} to {b}" for a, b in steps],
-                rows="expert",
-                columns="expert of the next",
-            )
-        ),
-    )
-    return [together, onward]
+    steps = _spread(list(zip(trace.layers, trace.layers[1:], strict=False)))
+    if steps:
+        onward = figures.pair_maps(
+            [_pairs(trace, *step) for step in steps],
+            [f"Layer {a} to {b}" for a, b in steps],
+            rows="expert",
+            columns="expert of the next layer",
+        )
+        caption = (
+            "Experts that a token chooses in one layer (down) and in the next (across), on the "
+            "same kind of scale: above 1 they follow one another more often than chance has it."
+        )
+        pictures.append(Picture("transitions", caption, figures.png(onward)))
+    return pictures
+
+
+def _pairs(trace: RoutingTrace, first: int, second: int) -> figures.PairMap:
+    """The lift of experts of two layers, or of one with itself, of the busiest of each."""
+    ids, experts = (trace[first].ids, trace[second].ids), trace.experts
+    chosen = [statistics.counts_of(part, experts) for part in ids]
+    if first == second:
+        joint = statistics.co_activation(ids[0], experts)
+    else:
+        joint = statistics.transition(*ids, experts)
+    lift = statistics.lift(joint, *chosen, len(trace))
+    if first == second:
+        np.fill_diagonal(lift, np.nan)
+    rows, columns = (np.sort(np.argsort(-part, kind="stable")[:BUSIEST]) for part in chosen)
+    return figures.PairMap(lift[np.ix_(rows, columns)], rows, columns)
+
+
+def _selection(trace: RoutingTrace) -> str:
+    return f" Shown are the {BUSIEST} busiest of each layer." if trace.experts > BUSIEST else ""
 
 
 def _class_picture(trace: RoutingTrace, summary: Summary, tokenizer: Tokenizer) -> Picture:

@@ -14,6 +14,9 @@ from ..model import RoutingTrace
 from .counts import RoutingCounts
 from .trace import refuse_other_tokens
 
+# Float32 products of so many tokens are exact, and take 64 MB with 256 experts.
+_TOKENS = 1 << 16
+
 Ids = Int[np.ndarray, "*L N A"] | Int[Array, "*L N A"]
 
 
@@ -83,8 +86,7 @@ def _shares(counts: RoutingCounts) -> tuple[np.ndarray, np.ndarray]:
 
 def co_activation(ids: Int[np.ndarray, "N A"] | Array, experts: int) -> Int[np.ndarray, "E E"]:
     """How many tokens chose both of two experts of a layer; on the diagonal, how many chose one."""
-    used = _used(ids, experts)
-    return np.rint(used.T @ used).astype(np.int64)
+    return _joint(np.asarray(ids), np.asarray(ids), experts)
 
 
 def transition(
@@ -96,7 +98,7 @@ def transition(
         raise RequestError(
             f"layers have {len(ids)} and {len(following)} tokens; give the ids of the same tokens"
         )
-    return np.rint(_used(ids, experts).T @ _used(following, experts)).astype(np.int64)
+    return _joint(ids, following, experts)
 
 
 def lift(
@@ -125,10 +127,11 @@ def by_class(
     ids: Int[np.ndarray, "N A"] | Array, classes: Int[np.ndarray, " N"], experts: int
 ) -> Int[np.ndarray, "C E"]:
     """How often tokens of each class, numbered from 0, chose each expert of a layer."""
-    classes, used = np.asarray(classes), _used(ids, experts)
-    found = np.zeros((int(classes.max(initial=-1)) + 1, experts))
-    np.add.at(found, classes, used)
-    return np.rint(found).astype(np.int64)
+    ids, classes = np.asarray(ids), np.asarray(classes)
+    number = int(classes.max(initial=-1)) + 1
+    cells = (classes[:, None] * (experts + 1) + ids).ravel()
+    counts = np.bincount(cells, minlength=number * (experts + 1))
+    return counts.reshape(number, experts + 1)[:, :experts]
 
 
 def specialisation(table: Int[np.ndarray, "C E"]) -> tuple[Float[np.ndarray, " E"], float]:
@@ -163,12 +166,13 @@ def agreement(one: RoutingTrace, other: RoutingTrace) -> Float[np.ndarray, " L"]
         RequestError: traces of other models or tokens.
     """
     refuse_other_tokens(one, other)
-    shares = []
-    for layer in one.layers:
-        first = _used(one[layer].ids, one.experts)
-        both = first * _used(other[layer].ids, one.experts)
-        shares.append(both.sum() / max(first.sum(), 1))
-    return np.array(shares)
+    kept, chosen = np.zeros(len(one.layers)), np.zeros(len(one.layers))
+    for index, layer in enumerate(one.layers):
+        first, second = one[layer].ids, other[layer].ids
+        real = first < one.experts
+        kept[index] = (real & (first[:, :, None] == second[:, None, :]).any(-1)).sum()
+        chosen[index] = real.sum()
+    return kept / np.maximum(chosen, 1)
 
 
 def stability(shares: Float[np.ndarray, "R *L E"]) -> Float[np.ndarray, "*L"]:
@@ -199,10 +203,19 @@ def drop_rates(ids: Ids, experts: int) -> tuple[np.ndarray, np.ndarray]:
     return empty.mean((-2, -1)), empty.all(-1).mean(-1)
 
 
-def _used(ids: np.ndarray | Array, experts: int) -> Float[np.ndarray, "N E"]:
-    """1 at the experts that a token chose, float64 so that products are fast and exact."""
-    ids = np.asarray(ids)
-    used = np.zeros((len(ids), experts + 1))
+def _joint(first: np.ndarray, second: np.ndarray, experts: int) -> Int[np.ndarray, "E E"]:
+    """Tokens that chose expert i in the first and j in the second; exact, some tokens at a time."""
+    total = np.zeros((experts, experts), np.int64)
+    for begin in range(0, len(first), _TOKENS):
+        some = slice(begin, begin + _TOKENS)
+        product = _used(first[some], experts).T @ _used(second[some], experts)
+        total += product.astype(np.int64)
+    return total
+
+
+def _used(ids: np.ndarray, experts: int) -> Float[np.ndarray, "N E"]:
+    """1 at the experts that a token chose."""
+    used = np.zeros((len(ids), experts + 1), np.float32)
     np.put_along_axis(used, ids, 1.0, axis=1)
     return used[:, :experts]
 
