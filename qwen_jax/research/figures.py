@@ -58,7 +58,7 @@ def _styled(draw: Callable[..., Any]) -> Callable[..., Any]:
 def png(figure: Figure) -> bytes:
     """A figure as a PNG file."""
     stream = io.BytesIO()
-    figure.savefig(stream, format="png")
+    figure.savefig(stream, format="png", bbox_inches="tight", pad_inches=0.06)
     return stream.getvalue()
 
 
@@ -181,7 +181,9 @@ def _map(
     above = bool(np.nanmax(values) > most)
     figure: Any = axes.figure
     extend = "max" if above else "neither"
-    bar = figure.colorbar(picture, ax=axes, extend=extend, extendfrac=0.03, pad=0.02)
+    # As wide in a high figure as in a low one.
+    shape: Any = {"aspect": 7 * figure.get_figheight(), "extendfrac": 0.03, "pad": 0.02}
+    bar = figure.colorbar(picture, ax=axes, extend=extend, **shape)
     bar.ax.tick_params(length=2)
     bar.set_label(label)
     bar.outline.set_visible(False)

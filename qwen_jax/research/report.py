@@ -166,7 +166,7 @@ def _pairs(trace: RoutingTrace, first: int, second: int) -> figures.PairMap:
         joint = statistics.co_activation(ids[0], experts)
     else:
         joint = statistics.transition(*ids, experts)
-    lift = statistics.lift(joint, *chosen, len(trace))
+    lift = statistics.lift(joint, chosen[0], chosen[1], len(trace))
     if first == second:
         np.fill_diagonal(lift, np.nan)
     rows, columns = (np.sort(np.argsort(-part, kind="stable")[:BUSIEST]) for part in chosen)
