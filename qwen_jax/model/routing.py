@@ -143,7 +143,7 @@ def stacked(routing: Mapping[int, Routing], experts: int) -> Routing:
 class RoutingTrace:
     """The choices of all MoE layers for N tokens, without padding.
 
-    Its arrays are the host's, since N is not known beforehand; `qwen_jax.research.trace` makes
+    Its arrays are the host's, since N is not known beforehand; `qwen_jax.research.trace_of` makes
     it. `trace[layer]` is the `Routing` of one layer: ids [N, A], and so on.
 
     Attributes:

@@ -18,7 +18,7 @@ from ..errors import RequestError
 from ..memory import accelerator_memory
 from ..model import Capture, CausalLM, FlatModel, Routing, RoutingTrace, whole
 from .counts import RoutingCounts, moe_layers
-from .trace import join, trace
+from .trace import join_traces, trace_of
 
 DEFAULT_BATCH_SIZE = 4
 
@@ -48,7 +48,7 @@ def trace_text(
 
     Each sequence is read from its beginning, with all that comes before a token as its context,
     through a cache. Device and host hold the routing of one chunk at a time: keep the pieces,
-    reduce them, or `save` each. `collect` keeps them all.
+    reduce them, or `save_trace` each. `collect` keeps them all.
 
     Args:
         model: the model.
@@ -90,7 +90,7 @@ def _pieces(
             numbers = np.arange(first, first + batch_size)
             found = None
             if capture != "none":
-                found = trace(model.config, routing, tokens, lengths, sequences=numbers)
+                found = trace_of(model.config, routing, tokens, lengths, sequences=numbers)
             yield Piece(found, counts)
 
 
@@ -107,7 +107,7 @@ def collect(pieces: Iterable[Piece]) -> Piece:
             traces.append(piece.trace)
     if counts is None:
         raise RequestError("there is no piece to collect; give those of one `trace_text`")
-    return Piece(join(traces) if traces else None, counts)
+    return Piece(join_traces(traces) if traces else None, counts)
 
 
 @functools.partial(jax.jit, static_argnames=("capture",), donate_argnames=("cache", "counts"))

@@ -59,6 +59,32 @@ class Report:
     summary: Summary
     pictures: tuple[Picture, ...]
 
+    @classmethod
+    def of(
+        cls,
+        trace: RoutingTrace,
+        counts: RoutingCounts,
+        facts: Mapping[str, str],
+        tokenizer: Tokenizer | None = None,
+    ) -> Report:
+        """Figures and pictures of what `trace_text` and `collect` found.
+
+        Args:
+            trace: of all tokens.
+            counts: of the same tokens, with probabilities.
+            facts: what was run, in words, by name, for the head of the page; "model" is its title.
+            tokenizer: of the model; without one there are no classes and examples of tokens.
+
+        Raises:
+            RequestError: matplotlib is not installed, or what `summarise` refuses.
+        """
+        figures.require_matplotlib()
+        summary = summarise(trace, counts, tokenizer)
+        pictures = [*_load_pictures(trace, summary), *_pair_pictures(trace)]
+        if tokenizer is not None:
+            pictures.append(_class_picture(trace, summary, tokenizer))
+        return cls(facts, summary, tuple(pictures))
+
     @property
     def html(self) -> str:
         """The page. It reads no other file, and every text in it is escaped."""
@@ -87,26 +113,8 @@ class Report:
             (folder / f"{picture.name}.png").write_bytes(picture.png)
 
 
-def report(
-    trace: RoutingTrace,
-    counts: RoutingCounts,
-    facts: Mapping[str, str],
-    tokenizer: Tokenizer | None = None,
-) -> Report:
-    """Figures and pictures of what `trace_text` and `collect` found.
-
-    Args:
-        trace: of all tokens.
-        counts: of the same tokens, with probabilities.
-        facts: what was run, in words, by name, for the head of the page.
-        tokenizer: of the model; without one there are no classes and examples of tokens.
-
-    Raises:
-        RequestError: matplotlib is not installed, or what `summarise` refuses.
-    """
-    figures.require_matplotlib()
-    summary = summarise(trace, counts, tokenizer)
-    pictures = [
+def _load_pictures(trace: RoutingTrace, summary: Summary) -> list[Picture]:
+    return [
         Picture(
             "load",
             "How often each expert is chosen, over what it would be if all were chosen alike.",
@@ -119,11 +127,7 @@ def report(
             "each layer alone, about the number of experts a token where the load is even.",
             figures.png(figures.layer_curves(summary.layers, trace.experts)),
         ),
-        *_pair_pictures(trace),
     ]
-    if tokenizer is not None:
-        pictures.append(_class_picture(trace, summary, tokenizer))
-    return Report(facts, summary, tuple(pictures))
 
 
 def _pair_pictures(trace: RoutingTrace) -> list[Picture]:

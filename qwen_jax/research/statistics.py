@@ -40,13 +40,13 @@ def entropy(shares: Float[np.ndarray, "*L E"]) -> Float[np.ndarray, "*L"]:
     shares = np.asarray(shares, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(shares == 0, 0.0, -shares * np.log(shares))
-    return terms.sum(-1)
+    return np.asarray(terms.sum(-1))
 
 
 def variation(shares: Float[np.ndarray, "*L E"]) -> Float[np.ndarray, "*L"]:
     """Coefficient of variation of a load: standard deviation over mean, 0 if all are the same."""
     shares = np.asarray(shares, np.float64)
-    return shares.std(-1) / shares.mean(-1)
+    return np.asarray(shares.std(-1) / shares.mean(-1))
 
 
 def balance_losses(counts: RoutingCounts) -> Float[np.ndarray, " L"]:
@@ -189,7 +189,7 @@ def stability(shares: Float[np.ndarray, "R *L E"]) -> Float[np.ndarray, "*L"]:
     if runs < 2:
         raise RequestError(f"stability is of two runs or more; got {runs}")
     first, second = np.triu_indices(runs, 1)
-    return 1 - np.abs(shares[first] - shares[second]).sum(-1).mean(0) / 2
+    return np.asarray(1 - np.abs(shares[first] - shares[second]).sum(-1).mean(0) / 2)
 
 
 def drop_rates(ids: Ids, experts: int) -> tuple[np.ndarray, np.ndarray]:

@@ -45,7 +45,7 @@ def fingerprint(config: QwenConfig) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def trace(
+def trace_of(
     config: QwenConfig,
     routing: Mapping[int, Routing],
     tokens: Int[np.ndarray, "B T"],
@@ -90,7 +90,7 @@ def trace(
     )
 
 
-def join(traces: Sequence[RoutingTrace]) -> RoutingTrace:
+def join_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     """Pieces of one model's trace as one. Tokens of a sequence come together, in their order.
 
     Raises:
@@ -140,7 +140,7 @@ def refuse_other_tokens(one: RoutingTrace, other: RoutingTrace) -> None:
         )
 
 
-def save(path: str | Path, trace: RoutingTrace, *, model: str = "") -> None:
+def save_trace(path: str | Path, trace: RoutingTrace, *, model: str = "") -> None:
     """Write a trace as a safetensors file; one that is not complete never has the final name.
 
     Args:
@@ -166,14 +166,17 @@ def save(path: str | Path, trace: RoutingTrace, *, model: str = "") -> None:
     }
     partial = path.with_name(f"{path.name}.partial")
     try:
+        partial.touch()
+        mode = partial.stat().st_mode
         save_file(arrays, partial, metadata)
+        partial.chmod(mode)  # the writer's own is for the user alone
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def load(path: str | Path, config: QwenConfig | None = None) -> RoutingTrace:
-    """Read a trace that `save` wrote.
+def load_trace(path: str | Path, config: QwenConfig | None = None) -> RoutingTrace:
+    """Read a trace that `save_trace` wrote.
 
     Args:
         path: the file.
@@ -187,7 +190,7 @@ def load(path: str | Path, config: QwenConfig | None = None) -> RoutingTrace:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{path} is not a trace ({error}); give one that save wrote") from error
+        raise RequestError(f"{path} is not a trace: {error}. Give one of save_trace") from error
     kind = (metadata.get("format"), metadata.get("format_version"))
     if kind != (FORMAT, FORMAT_VERSION):
         raise RequestError(
