@@ -128,7 +128,7 @@ def stacked(routing: Mapping[int, Routing], experts: int) -> Routing:
     choices = [routing[layer] for layer in sorted(routing)]
     slots = max(choice.ids.shape[-1] for choice in choices)
 
-    def padded(array: Array, empty: float) -> Array:
+    def padded(array: Array, empty: int) -> Array:
         missing = slots - array.shape[-1]
         widths = [(0, 0)] * (array.ndim - 1) + [(0, missing)]
         return jnp.pad(array, widths, constant_values=empty) if missing else array

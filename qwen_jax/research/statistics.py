@@ -200,7 +200,7 @@ def drop_rates(ids: Ids, experts: int) -> tuple[np.ndarray, np.ndarray]:
         expert. Slots that a router of variable k leaves free are empty too.
     """
     empty = np.asarray(ids) >= experts
-    return empty.mean((-2, -1)), empty.all(-1).mean(-1)
+    return np.asarray(empty.mean((-2, -1))), np.asarray(empty.all(-1).mean(-1))
 
 
 def _joint(first: np.ndarray, second: np.ndarray, experts: int) -> Int[np.ndarray, "E E"]:
