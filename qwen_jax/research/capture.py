@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,15 +63,16 @@ def trace_text(
             context, an id outside the vocabulary, or a size below 1.
     """
     moe_layers(model.config)
-    _check(model, sequences, {"batch_size": batch_size, "chunk_size": chunk_size})
+    lists = [s.tolist() if isinstance(s, np.ndarray) else s for s in sequences]
+    _check(model, lists, {"batch_size": batch_size, "chunk_size": chunk_size})
     chunk_size = chunk_size or default_chunk_size(batch_size, accelerator_memory())
     counts = RoutingCounts.zeros(model.config, "full" if probabilities else "ids")
-    return _pieces(model, sequences, counts, capture, batch_size, chunk_size)
+    return _pieces(model, lists, counts, capture, batch_size, chunk_size)
 
 
 def _pieces(
     model: CausalLM,
-    sequences: Sequence[Sequence[int] | np.ndarray],
+    sequences: Sequence[Sequence[int]],
     counts: RoutingCounts,
     capture: Capture,
     batch_size: int,
@@ -81,7 +82,7 @@ def _pieces(
     longest = max(len(sequence) for sequence in sequences)
     cache = init_cache(model.config, batch_size, longest)
     for first in range(0, len(sequences), batch_size):
-        rows: list[Any] = [*sequences[first : first + batch_size]]
+        rows = [*sequences[first : first + batch_size]]
         rows += [()] * (batch_size - len(rows))
         cache = _emptied(cache)
         for begin in range(0, max(len(row) for row in rows), chunk_size):
@@ -134,9 +135,7 @@ def _emptied(cache: Cache) -> Cache:
 
 
 def _check(
-    model: CausalLM,
-    sequences: Sequence[Sequence[int] | np.ndarray],
-    sizes: dict[str, int | None],
+    model: CausalLM, sequences: Sequence[Sequence[int]], sizes: dict[str, int | None]
 ) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -144,8 +143,7 @@ def _check(
     if len(sequences) == 0:
         raise RequestError("there is no sequence; give at least one list of token ids")
     limit = model.config.max_position_embeddings
-    prompts: Sequence[Any] = sequences
-    for number, sequence in enumerate(prompts):
+    for number, sequence in enumerate(sequences):
         check_ids(sequence, model.config.vocab_size, number)
         if len(sequence) > limit:
             raise RequestError(

@@ -72,7 +72,7 @@ def load_map(loads: np.ndarray, layers: Sequence[int]) -> Figure:
     """
     rows, experts = loads.shape
     figure, (axes,) = _canvas(1, 1, (7.2, min(1.5 + 0.24 * rows, 7.5)))
-    _map(axes, loads * experts, "load / even share", most=_ceiling(loads * experts, 99.5))
+    _map(axes, loads * experts, "load / even share", most=_ceiling(loads * experts))
     _ticks(axes.yaxis, layers)
     _ticks(axes.xaxis, range(experts))
     axes.set(xlabel="expert", ylabel="layer", title="Load of each expert")
@@ -126,7 +126,7 @@ def pair_maps(maps: Sequence[PairMap], titles: Sequence[str], *, rows: str, colu
         columns: what stands along the horizontal axes.
     """
     figure, axes = _canvas(1, len(maps), (0.9 + 2.1 * len(maps), 2.6))
-    most = max(_ceiling(part.lift, 99) for part in maps)
+    most = max(_ceiling(part.lift) for part in maps)
     for number, (one, part, title) in enumerate(zip(axes, maps, titles, strict=True)):
         last = number == len(maps) - 1
         label = "joint choices / expected" if last else None
@@ -151,7 +151,7 @@ def class_map(table: np.ndarray, names: Sequence[str], layer: int) -> Figure:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = (table / table.sum(0)) / (table.sum(1, keepdims=True) / table.sum())
     figure, (axes,) = _canvas(1, 1, (7.2, 1.1 + 0.24 * len(names)))
-    _map(axes, ratio, "share / share of all", most=_ceiling(ratio, 99))
+    _map(axes, ratio, "share / share of all", most=_ceiling(ratio))
     _ticks(axes.xaxis, range(table.shape[1]))
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="expert", title=f"Classes of tokens that the experts of layer {layer} take")
@@ -178,7 +178,7 @@ def _map(
         spine.set_visible(False)
     if label is None:
         return
-    above = bool(np.nanmax(values) > most)
+    above = bool((values > most).any())
     figure: Any = axes.figure
     extend = "max" if above else "neither"
     # As wide in a high figure as in a low one.
@@ -189,10 +189,10 @@ def _map(
     bar.outline.set_visible(False)
 
 
-def _ceiling(values: np.ndarray, percentile: float) -> float:
+def _ceiling(values: np.ndarray) -> float:
     """Where the scale ends: a few outliers must not leave all else in one colour."""
     finite = values[np.isfinite(values)]
-    return max(2.0, float(np.percentile(finite, percentile))) if finite.size else 2.0
+    return max(2.0, float(np.percentile(finite, 99))) if finite.size else 2.0
 
 
 def _ticks(axis: Any, numbers: Sequence[int] | np.ndarray, most: int = _LABELS) -> None:
