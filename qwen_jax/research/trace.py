@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -48,8 +48,8 @@ def fingerprint(config: QwenConfig) -> str:
 def trace_of(
     config: QwenConfig,
     routing: Mapping[int, Routing],
-    tokens: Int[np.ndarray, "B T"],
-    lengths: Int[np.ndarray, " B"] | None = None,
+    tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"],
+    lengths: Int[np.ndarray, " B"] | Int[Array, " B"] | None = None,
     *,
     sequences: Int[np.ndarray, " B"] | None = None,
 ) -> RoutingTrace:
@@ -58,7 +58,7 @@ def trace_of(
     Args:
         config: the model's.
         routing: what `model(tokens, lengths)` or `prefill` returned, with capture "ids" or "full".
-        tokens: what it was given.
+        tokens: what it was given, padded on the right.
         lengths: real tokens of each row; all if None.
         sequences: a number for each row; 0 to B - 1 if None.
 
