@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, Int
 
 from ..config import QwenConfig
 from ..decode import StepOutput
@@ -15,6 +15,9 @@ from ..errors import RequestError
 from ..model import Capture, Routing
 from ..model.routing import stacked
 from ..pytree import pytree
+
+# What a step of a loop has: 128 rows of 8 experts.
+_FEW_SLOTS = 1024
 
 
 @pytree
@@ -71,7 +74,7 @@ class RoutingCounts:
         return self.add(output.routing, taken[:, None])
 
     def add(self, routing: Mapping[int, Routing], valid: Bool[Array, "B T"]) -> RoutingCounts:
-        """The sums with further tokens. Pure; under jit the one-hot codes never lie in memory.
+        """The sums with further tokens; pure.
 
         Args:
             routing: of a forward pass.
@@ -87,13 +90,12 @@ class RoutingCounts:
             )
         layers, experts = self.chosen.shape
         choice = stacked(routing, experts)
-        ids = jnp.where(valid[None, :, :, None], choice.ids, experts).reshape(layers, -1, 1)
-        hits = ids == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
-        weights = choice.weights.reshape(layers, -1, 1)
+        ids = jnp.where(valid[None, :, :, None], choice.ids, experts).reshape(layers, -1)
+        chosen, weight = _sums(ids, choice.weights.reshape(layers, -1), experts)
         return dataclasses.replace(
             self,
-            chosen=self.chosen + jnp.sum(hits, axis=1, dtype=jnp.int32),
-            weight=self.weight + jnp.sum(jnp.where(hits, weights, 0.0), axis=1),
+            chosen=self.chosen + chosen,
+            weight=self.weight + weight,
             probability=self._more_probable(choice.logits, valid),
             tokens=self.tokens + jnp.sum(valid, dtype=jnp.int32),
         )
@@ -105,6 +107,21 @@ class RoutingCounts:
             raise RequestError('routing has no logits; run the model with capture "full"')
         probability = jnp.where(valid[None, :, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
         return self.probability + jnp.sum(probability, axis=(1, 2))
+
+
+def _sums(
+    ids: Int[Array, "L S"], weights: Float[Array, "L S"], experts: int
+) -> tuple[Int[Array, "L E"], Float[Array, "L E"]]:
+    """Of S slots of each layer: how often each expert stands there, and its weights summed."""
+    if ids.shape[1] > _FEW_SLOTS:
+        layer = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        zeros = jnp.zeros((ids.shape[0], experts), jnp.float32)
+        chosen = zeros.astype(jnp.int32).at[layer, ids].add(1, mode="drop")
+        return chosen, zeros.at[layer, ids].add(weights, mode="drop")
+    # One launch on a GPU; but XLA for CPUs would write the codes of many slots to memory.
+    hits = ids[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
+    chosen = jnp.sum(hits, axis=1, dtype=jnp.int32)
+    return chosen, jnp.sum(jnp.where(hits, weights[:, :, None], 0.0), axis=1)
 
 
 def moe_layers(config: QwenConfig) -> tuple[int, ...]:

@@ -112,7 +112,10 @@ def routing(seed: int, slots: int = 2, rows: int = 3, tokens: int = 5) -> Routin
 VALID = np.arange(5)[None, :] < np.array([5, 2, 0])[:, None]
 
 
-def test_sums_are_those_of_a_loop():
+@pytest.mark.parametrize("few", [1024, 0])
+def test_sums_are_those_of_a_loop(few, monkeypatch):
+    """By one-hot codes, as for a step of a loop, and by adding slot for slot."""
+    monkeypatch.setattr("qwen_jax.research.counts._FEW_SLOTS", few)
     # The second layer's router has other slots: its missing ones are empty.
     layers = {0: routing(1), 1: routing(2, slots=3)}
     counts = RoutingCounts.zeros(CONFIG, "full")
@@ -140,6 +143,20 @@ def test_ids_alone():
     assert counts.probability is None and counts.capture == "ids"
     with pytest.raises(RequestError, match=r'no logits.*"full"'):
         RoutingCounts.zeros(CONFIG, "full").add(layers, jnp.asarray(VALID))
+
+
+def test_many_tokens_need_no_memory_for_one_hot_codes(optimised):
+    config = dataclasses.replace(CONFIG, num_experts=64, num_experts_per_tok=8)
+    rows, tokens = 4, 2048
+    shape = (rows, tokens, 8)
+    choice = Routing(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)))
+    valid = jax.ShapeDtypeStruct(shape[:2], jnp.bool_)
+    counts = jax.eval_shape(lambda: RoutingCounts.zeros(config))
+    compiled = jax.jit(RoutingCounts.add).lower(counts, {0: choice, 1: choice}, valid).compile()
+    codes = 2 * np.prod(shape) * config.num_experts
+    # Ids and weights of both layers as one, and little else.
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 5 * 8 * np.prod(shape) < codes / 3
 
 
 def test_dense_layers_are_absent():
