@@ -4,7 +4,8 @@ from .abstract import abstract_model, parameter_shapes
 from .decoder import CausalLM, DecoderLayer, ModelOutput
 from .flat import FlatModel, whole
 from .initialise import initialise
-from .routing import Capture, Router, RouterContext, Routing, RoutingTrace
+from .routing import Capture, Router, RouterContext, Routing
+from .trace import RoutingTrace
 
 __all__ = [
     "Capture",

@@ -13,7 +13,7 @@ from ..config import QwenConfig
 from ..decode import StepOutput
 from ..errors import RequestError
 from ..model import Capture, Routing
-from ..model.routing import stacked
+from ..model.trace import stacked
 from ..pytree import pytree
 
 # What a step of a loop has: 128 rows of 8 experts.

@@ -13,7 +13,7 @@ from ..config import QwenConfig
 from ..decode import StepOutput
 from ..errors import RequestError
 from ..model import Capture, RoutingTrace
-from ..model.routing import stacked
+from ..model.trace import stacked
 from ..pytree import pytree
 from .counts import moe_layers
 from .trace import fingerprint

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..model import Routing, RoutingTrace
-from ..model.routing import stacked
+from ..model.trace import stacked
 from .counts import moe_layers
 
 FORMAT = "qwen-jax routing trace"
