@@ -26,8 +26,8 @@ class RoutingCounts:
 
     An observer of decode loops: `init_state(..., observer=RoutingCounts.zeros(config))`, and after
     the loop `state.observer`. What it adds to a step is a few launches for all layers together, and
-    its size does not depend on how many tokens there are. Sums are float32: of 10 million tokens
-    they are exact to about 1e-4 of themselves.
+    its size does not depend on how many tokens there are. Sums of weights and probabilities are
+    float32: of a million tokens, added one at a time, they are exact to about 1e-4 of themselves.
 
     Attributes:
         chosen: int32 [L, E], how often each expert was chosen.
