@@ -21,6 +21,7 @@ SHAPE_CHECKED = (
     "qwen_jax.cache",
     "qwen_jax.decode",
     "qwen_jax.evaluate",
+    "qwen_jax.research",
     "pallas_kernels",
 )
 

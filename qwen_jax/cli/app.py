@@ -18,6 +18,7 @@ VERBS = {
     "perplexity": "Say how well a model predicts text.",
     "divergence": "Say how far a model's predictions are from a base's.",
     "evaluate": "Run tasks of lm-eval.",
+    "routing": "Report which experts a text uses.",
     "bench": "Measure prefill, first-token and inter-token times.",
     "tune": "Find how kernels are cut best on this GPU.",
 }

@@ -20,6 +20,7 @@ from .evaluation import (
     perplexity_as_text,
     read_texts,
     refuse_long_window,
+    scored,
     windows_as_json,
     windows_as_text,
 )
@@ -129,7 +130,8 @@ class _Comparison:
             base = read(file, origin, self.windows, vocabulary, size_of_batch)
         loaded = self.activations.apply(self._load_other(file), self.other, self.flags)
         other = score(loaded, self.windows, batch_size=size_of_batch)
-        return divergence(base, announced(other, self.windows.scored, self.notes, "comparing"))
+        other = announced(other, self.windows.scored, self.notes, "comparing", scored)
+        return divergence(base, other)
 
     def _load_other(self, file: Path | None) -> CausalLM:
         try:
@@ -160,7 +162,7 @@ class _Comparison:
         self.notes(f"{file}: storing the base's log-probabilities, {needed}")
         loaded = self.base.load(self.notes)
         scores = score(loaded, self.windows, batch_size=self.flags.batch_size)
-        scores = announced(scores, self.windows.scored, self.notes, self.base.name)
+        scores = announced(scores, self.windows.scored, self.notes, self.base.name, scored)
         store(file, scores, origin, self.windows, vocabulary)
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -191,18 +191,36 @@ def _calibration_digests(report: Mapping[str, Any]) -> set[str]:
     return {file["sha256"] for text in texts for file in text["files"]}
 
 
-def announced(scores: Iterator[Scores], total: int, notes: Notes, what: str) -> Iterator[Scores]:
-    """The same scores, with a remark now and then on how far they are."""
+Part = TypeVar("Part")
+
+
+def announced(
+    parts: Iterator[Part], total: int, notes: Notes, what: str, tokens: Callable[[Part], int]
+) -> Iterator[Part]:
+    """The same parts, with a remark now and then on how far they are.
+
+    Args:
+        parts: of the work.
+        total: tokens of all of them.
+        notes: told the remarks.
+        what: is worked on.
+        tokens: of a part.
+    """
     begin = last = time.monotonic()
     done = 0
-    for part in scores:
+    for part in parts:
         yield part
-        done += len(part.targets)
+        done += tokens(part)
         now = time.monotonic()
         if now > last + 10:
             last = now
             left = (now - begin) * (total / done - 1)
             notes(f"{what}: {done:,} of {total:,} tokens, {duration(left)} to go")
+
+
+def scored(part: Scores) -> int:
+    """Tokens of a part that `score` yields, for `announced`."""
+    return len(part.targets)
 
 
 def windows_as_json(windows: Windows, texts: Sequence[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from .evaluation import (
     perplexity_as_text,
     read_texts,
     refuse_long_window,
+    scored,
     windows_as_json,
     windows_as_text,
 )
@@ -65,7 +66,7 @@ def perplexity(
     calibrated_on = fitted_to(folder, names)
     loaded = activations.apply(folder.load(notes), folder, windows)
     scores = score(loaded, cut, batch_size=windows.batch_size)
-    result = measure(announced(scores, cut.scored, notes, model), what=model)
+    result = measure(announced(scores, cut.scored, notes, model, scored), what=model)
     if json:
         write_json(
             {

@@ -3,13 +3,14 @@
 from .loop import LOOP_OPTIONS, decode_loop, start, stream
 from .prompt import prefill_prompts
 from .sampling import SamplingOptions, SamplingParams, sample
-from .state import DecodeState, FinishReason, init_state
+from .state import DecodeState, FinishReason, Observer, init_state
 from .step import StepOutput, decode_step, prefill
 
 __all__ = [
     "LOOP_OPTIONS",
     "DecodeState",
     "FinishReason",
+    "Observer",
     "SamplingOptions",
     "SamplingParams",
     "StepOutput",

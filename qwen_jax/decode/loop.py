@@ -3,6 +3,7 @@
 They give the same tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -44,7 +45,7 @@ def decode_loop(
     Args:
         model: the model.
         cache: holds each row's prompt, and its output but for `state.last`.
-        state: from `init_state`.
+        state: from `init_state`; its observer sees each step.
         sample: the sampling rule (static under jit).
         max_steps: stop after so many steps even if rows go on; may be traced. Calling again
             continues.
@@ -65,7 +66,11 @@ def decode_loop(
 
     def step(carry: Carry) -> Carry:
         state, cache = packing.unpack(carry)
-        output, cache = decode_step(model, cache, state.last, active=state.active)
+        capture = "none" if state.observer is None else state.observer.capture
+        output, cache = decode_step(model, cache, state.last, active=state.active, capture=capture)
+        if state.observer is not None:
+            observer = state.observer.observe(output, state.active & ~cache.overflow)
+            state = dataclasses.replace(state, observer=observer)
         return packing.pack((advance(state, output.logits, cache.overflow, sample), cache))
 
     return packing.unpack(jax.lax.while_loop(goes_on, step, packing.pack((state, cache))))

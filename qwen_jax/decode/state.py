@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..errors import RequestError
+from ..model import Capture
 from ..pytree import pytree
 from .sampling import SamplingOptions, SamplingParams, sample
+from .step import StepOutput
 from .summary import summarise
 
 SampleRule = Callable[[Array, "DecodeState"], Array]
@@ -28,6 +31,33 @@ class FinishReason(enum.IntEnum):
     LENGTH = 2
     CACHE_FULL = 3
     NOT_FINITE = 4
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """What looks at each step of a loop without leaving jit, and is carried in its state.
+
+    A pytree whose arrays keep their shapes and dtypes, such as counts of the experts used.
+    """
+
+    @property
+    def capture(self) -> Capture:
+        """How much of the routing it wants to see.
+
+        Static: a field with `metadata={"static": True}`, or an attribute of the class.
+        """
+        ...
+
+    def observe(self, output: StepOutput, taken: Bool[Array, " B"]) -> "Observer":
+        """The observer after one more step, of the same type and structure; pure.
+
+        Args:
+            output: of `decode_step`, or of `prefill` if you call this yourself. The ids of padding,
+                and of rows that are not taken, are those of empty slots.
+            taken: rows that entered tokens into the cache in this step. A loop goes on until its
+                last row has ended; rows that ended before are False.
+        """
+        ...
 
 
 @pytree
@@ -48,6 +78,7 @@ class DecodeState:
         sampling: options of each row; None if all rows are greedy, which a program then knows
             when it is compiled.
         in_prompt: bool [B, V], tokens of the prompt, for the repetition penalty.
+        observer: sees each step of the loop; None if nothing does.
     """
 
     tokens: Array
@@ -60,6 +91,7 @@ class DecodeState:
     vocab_size: Array
     sampling: SamplingParams | None
     in_prompt: Array
+    observer: Observer | None = None
 
     @property
     def active(self) -> Bool[Array, " B"]:
@@ -87,6 +119,7 @@ def init_state(
     in_prompt: Shaped[Array | np.ndarray, "B V"] | None = None,
     overflow: Bool[Array, " B"] | None = None,
     sample: SampleRule = sample,
+    observer: Observer | None = None,
 ) -> DecodeState:
     """Start generating from the logits after the prompt; the first token is drawn here.
 
@@ -102,6 +135,7 @@ def init_state(
         overflow: `cache.overflow`: rows whose prompt did not fit end with CACHE_FULL. Without it
             they end with NOT_FINITE, since their logits are NaN.
         sample: the sampling rule; give the same one to the loop.
+        observer: sees each step of the loop that follows, not the prompt; read it from the state.
 
     Raises:
         RequestError: max_tokens below 1 (where it is concrete), a wrong shape of in_prompt, a
@@ -132,6 +166,7 @@ def init_state(
         vocab_size=jnp.asarray(vocabulary if vocab_size is None else vocab_size, jnp.int32),
         sampling=sampling,
         in_prompt=jnp.asarray(in_prompt, jnp.bool_),
+        observer=observer,
     )
     return advance(state, logits, overflow, sample)
 

@@ -5,6 +5,7 @@ from .decoder import CausalLM, DecoderLayer, ModelOutput
 from .flat import FlatModel, whole
 from .initialise import initialise
 from .routing import Capture, Router, RouterContext, Routing
+from .trace import RoutingTrace
 
 __all__ = [
     "Capture",
@@ -15,6 +16,7 @@ __all__ = [
     "Router",
     "RouterContext",
     "Routing",
+    "RoutingTrace",
     "abstract_model",
     "initialise",
     "parameter_shapes",
