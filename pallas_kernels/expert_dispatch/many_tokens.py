@@ -147,7 +147,7 @@ def _shared_expert(
     """Its output and the logits of its strength: products of all tokens, as of any layer."""
     gate, up = (_product(x, weight) for weight in (shared.gate_proj, shared.up_proj))
     made = (jax.nn.silu(gate) * up).astype(x.dtype)
-    return _product(made, shared.down_proj), _product(x, shared.gate)
+    return _product(made, shared.down_proj), shared.logits(_product(x, shared.gate))
 
 
 def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:

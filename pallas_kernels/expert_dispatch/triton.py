@@ -35,6 +35,9 @@ def few_tokens(
     """See `api.expert_dispatch`."""
     cut, shared_outputs = config.gate_up, config.shared_outputs
     made = gate_up.gated(x, ids, gate_up_proj, shared, inner_dtype, cut, shared_outputs)
+    if shared is not None:
+        routed, beside, strength = made
+        made = routed, beside, shared.strengths(strength)
     return down.summed(made, ids, weights, down_proj, shared, residual, dtype, config.down)
 
 

@@ -3,7 +3,9 @@
 from jaxtyping import Array
 
 from ..pytree import pytree
+from .intervention import Intervention
 from .rope import Rotary
+from .routing import RouterContext
 
 
 @pytree
@@ -17,6 +19,8 @@ class Chunk:
         rotary: cosines and sines of the positions, shared by all layers.
         block_table: int32 [B, W], blocks of the cache that hold each sequence; None without a
             cache.
+        tokens: int32 [B, T], ids; 0 at padding. None where a layer runs alone.
+        intervention: what an experiment changes in the routing; None for nothing.
     """
 
     start: Array
@@ -24,8 +28,22 @@ class Chunk:
     positions: Array
     rotary: Rotary
     block_table: Array | None = None
+    tokens: Array | None = None
+    intervention: Intervention | None = None
 
     @property
     def valid(self) -> Array:
         """Bool [B, T], True at real tokens."""
         return self.positions >= 0
+
+    def router_context(self, layer: int, mixed: Array) -> RouterContext:
+        """What a layer's router may look at, `mixed` being its mixer's output."""
+        change = self.intervention
+        return RouterContext(
+            valid=self.valid,
+            mixed=mixed,
+            tokens=self.tokens,
+            positions=self.positions,
+            layer=layer,
+            intervention=None if change is None else change.at(layer, self.positions),
+        )

@@ -9,7 +9,7 @@ from pallas_kernels.expert_dispatch import SharedExpert, expert_dispatch
 
 from ..config import QwenConfig
 from .layers import MLP, Linear, parameter
-from .routing import RouterContext, Routing, TopKRouter, without_padding
+from .routing import RouterContext, Routing, TopKRouter, check_shapes, without_padding
 
 
 class Experts(nnx.Module):
@@ -65,6 +65,7 @@ class SparseMoE(nnx.Module):
             implementation=run,
         )
         hidden = config.width("moe_intermediate_size", layer)
+        self.layer = layer
         self.experts = Experts(config.num_experts, width, hidden, dtype, implementation=run)
         self.shared_expert = MLP(width, shared, dtype, implementation=run) if shared else None
         self.shared_expert_gate = Linear(width, 1, dtype, implementation=run) if shared else None
@@ -72,23 +73,37 @@ class SparseMoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: RouterContext, residual: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Routing]:
-        experts = self.experts.gate_up_proj.shape[0]
-        routing = self.gate(x, context)
-        # The model's own has done this already, in the same launch.
-        if type(self.gate) is not TopKRouter:
-            routing = without_padding(routing, context.valid, experts)
-        shared = self._as_one_operation()
+        routing, change = self._route(x, context), context.intervention
+        logit = None if change is None else change.shared_logit[..., None]
+        shared = self._as_one_operation(logit)
         if type(self.experts) is Experts and (shared is not None or self.shared_expert is None):
             return self.experts(x, routing, shared, residual), routing
         y = self.experts(x, routing)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             parts, gate = self.shared_expert, self.shared_expert_gate
             own, strength = parts.beside(x, gate) if type(parts) is MLP else (parts(x), gate(x))
-            strength = jax.nn.sigmoid(strength.astype(jnp.float32))
+            strength = strength.astype(jnp.float32)
+            if logit is not None:
+                strength = jnp.where(jnp.isnan(logit), strength, logit)
+            strength = jax.nn.sigmoid(strength)
             y = y + jnp.broadcast_to(strength, own.shape) * own.astype(jnp.float32)
         return residual + y, routing
 
-    def _as_one_operation(self) -> SharedExpert | None:
+    def _route(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
+        """The router's choice, and what an intervention makes of it."""
+        experts = self.experts.gate_up_proj.shape[0]
+        routing, change = self.gate(x, context), context.intervention
+        # The model's own has done this already, in the same launch.
+        if type(self.gate) is not TopKRouter:
+            check_shapes(self.gate, routing, x.shape[:2])
+            routing = without_padding(routing, context.valid, experts)
+        if change is None:
+            return routing
+        if not getattr(self.gate, "intervenes", False):
+            routing = without_padding(change.imposed(routing), context.valid, experts)
+        return change.scaled(routing)
+
+    def _as_one_operation(self, logit: Float[Array, "B T 1"] | None) -> SharedExpert | None:
         """The shared expert's weights, to be one more slot of the others.
 
         None where there is none, where its weights are stored in a way that is not for one launch,
@@ -101,5 +116,6 @@ class SparseMoE(nnx.Module):
         if any(type(each) is not Linear for each in linears):
             return None
         gate_proj, up_proj, down_proj, weight = (linear.weight[...] for linear in linears)
-        shared = SharedExpert(gate_proj, up_proj, down_proj, weight)
+        logit = None if logit is None else logit.reshape(-1, 1)
+        shared = SharedExpert(gate_proj, up_proj, down_proj, weight, logit)
         return None if shared.oddities() else shared

@@ -1,0 +1,1 @@
+"""Research on routing: interventions, further routers, and what they do to a model."""
