@@ -195,7 +195,7 @@ class LayerIntervention:
         """Weights that do not see `FORCING`, where experts are forced; in falling order again."""
         assert routing.logits is not None
         scores, filled = self.scores(routing.logits), routing.ids < self.bias.shape[-1]
-        taken = jnp.where(filled, _of(scores, routing, 0.0), -jnp.inf)
+        taken = jnp.where(filled, at_slots(scores, routing.ids, 0.0), -jnp.inf)
         among = taken if renormalise else scores
         total = jax.nn.logsumexp(among, axis=-1, keepdims=True)
         weights = jnp.where(filled, jnp.exp(taken - total), 0.0)
@@ -213,7 +213,9 @@ class LayerIntervention:
 
     def scaled(self, routing: Routing) -> Routing:
         """The routing with scaled weights."""
-        return dataclasses.replace(routing, weights=routing.weights * _of(self.scale, routing, 1.0))
+        return dataclasses.replace(
+            routing, weights=routing.weights * at_slots(self.scale, routing.ids, 1.0)
+        )
 
     def imposed(self, routing: Routing) -> Routing:
         """Bans, forced experts and k, on what a router chose that knows nothing of them.
@@ -224,7 +226,7 @@ class LayerIntervention:
         temperature is set, weights are NaN: they cannot be imposed.
         """
         experts, slots = self.bias.shape[-1], routing.ids.shape[-1]
-        ids = jnp.where(_of(self.banned, routing, False), experts, routing.ids)
+        ids = jnp.where(at_slots(self.banned, routing.ids, False), experts, routing.ids)
         filled = (ids < experts).astype(jnp.float32)
         routing = in_order(dataclasses.replace(routing, ids=ids), filled)
         place = jnp.arange(slots, dtype=jnp.int32)[None, None, :] < self.most(slots)[..., None]
@@ -243,7 +245,7 @@ class LayerIntervention:
         chosen = jnp.any(ids[..., None] == numbers, axis=-2)
         missing = self.forced & ~chosen
         # The n-th missing expert goes to the n-th free place, counted from the last.
-        free = place & ~_of(self.forced, routing, False)
+        free = place & ~at_slots(self.forced, routing.ids, False)
         open_places = jnp.flip(jnp.cumsum(jnp.flip(free, -1).astype(jnp.int32), axis=-1), -1)
         number = jnp.cumsum(missing.astype(jnp.int32), axis=-1)
         match = missing[..., None, :] & (number[..., None, :] == open_places[..., None])
@@ -254,13 +256,14 @@ class LayerIntervention:
         return dataclasses.replace(routing, ids=jnp.where(takes, newcomer, ids), weights=weights)
 
 
-def _of(
-    values: Shaped[Array, "B T E"], routing: Routing, neutral: float | int
+def at_slots(
+    values: Shaped[Array, "B T E"], ids: Int[Array, "B T A"], neutral: float | int
 ) -> Shaped[Array, "B T A"]:
     """The values of chosen experts; the neutral one in empty slots."""
     experts = values.shape[-1]
-    found = jnp.take_along_axis(values, jnp.minimum(routing.ids, experts - 1), axis=-1)
-    return jnp.where(routing.ids < experts, found, jnp.asarray(neutral, values.dtype))
+    found = jnp.take_along_axis(values, jnp.clip(ids, 0, experts - 1), axis=-1)
+    filled = (ids >= 0) & (ids < experts)
+    return jnp.where(filled, found, jnp.asarray(neutral, values.dtype))
 
 
 def in_order(routing: Routing, key: Float[Array, "B T A"]) -> Routing:

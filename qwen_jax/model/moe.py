@@ -1,5 +1,7 @@
 """The sparse feed-forward: a router, its experts, and a shared expert where the family has one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +11,7 @@ from pallas_kernels.expert_dispatch import SharedExpert, expert_dispatch
 
 from ..config import QwenConfig
 from .layers import MLP, Linear, parameter
-from .routing import RouterContext, Routing, TopKRouter, check_shapes, without_padding
+from .routing import Router, RouterContext, Routing, TopKRouter, check_shapes, without_padding
 
 
 class Experts(nnx.Module):
@@ -56,7 +58,7 @@ class SparseMoE(nnx.Module):
     def __init__(self, config: QwenConfig, layer: int):
         width, dtype, run = config.hidden_size, config.dtype, config.implementation
         shared = config.width("shared_expert_intermediate_size", layer)
-        self.gate = TopKRouter(
+        self.gate: Router = TopKRouter(
             width,
             config.num_experts,
             config.num_experts_per_tok,
@@ -88,6 +90,12 @@ class SparseMoE(nnx.Module):
             strength = jax.nn.sigmoid(strength)
             y = y + jnp.broadcast_to(strength, own.shape) * own.astype(jnp.float32)
         return residual + y, routing
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ever; but a router that holds no arrays, a function say, is part of the structure."""
+        if name == "gate":
+            value = nnx.data(value) if nnx.is_data(value) else nnx.static(value)
+        super().__setattr__(name, value)
 
     def _route(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
         """The router's choice, and what an intervention makes of it."""
