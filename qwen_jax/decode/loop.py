@@ -17,7 +17,7 @@ from ..errors import CacheFullError
 from ..model import CausalLM, FlatModel, Intervention, whole
 from .carry import Carry, Packing
 from .sampling import sample
-from .state import DecodeState, FinishReason, SampleRule, advance, init_state
+from .state import DecodeState, FinishReason, SampleRule, Steering, advance, init_state
 from .step import decode_step
 
 STEPS_BETWEEN_LOOKS = 16
@@ -38,7 +38,7 @@ def decode_loop(
     *,
     sample: SampleRule = sample,
     max_steps: int | Int[Array, ""] | None = None,
-    intervention: Intervention | None = None,
+    intervention: Intervention | Steering | None = None,
 ) -> tuple[DecodeState, Cache]:
     """Generate until every row has ended, in one `lax.while_loop`.
 
@@ -51,8 +51,8 @@ def decode_loop(
         sample: the sampling rule (static under jit).
         max_steps: stop after so many steps even if rows go on; may be traced. Calling again
             continues.
-        intervention: what to change in the routing; give the prompt's prefill the same one if it
-            is to count there.
+        intervention: what to change in the routing, or what says so anew for each step; give the
+            prompt's prefill the same one if it is to count there.
 
     Returns:
         State and cache. Look at `state.reason`: a row with CACHE_FULL ran out of blocks, one with
@@ -76,7 +76,7 @@ def decode_loop(
             state.last,
             active=state.active,
             capture="none" if state.observer is None else state.observer.capture,
-            intervention=intervention,
+            intervention=_now(intervention, state),
         )
         if state.observer is not None:
             observer = state.observer.observe(output, state.active & ~cache.overflow)
@@ -84,6 +84,12 @@ def decode_loop(
         return packing.pack((advance(state, output.logits, cache.overflow, sample), cache))
 
     return packing.unpack(jax.lax.while_loop(goes_on, step, packing.pack((state, cache))))
+
+
+def _now(intervention: Intervention | Steering | None, state: DecodeState) -> Intervention | None:
+    if intervention is None or isinstance(intervention, Intervention):
+        return intervention
+    return intervention.in_state(state)
 
 
 start = jax.jit(init_state, static_argnames=("capacity", "sample"))
@@ -114,7 +120,7 @@ def stream(
     state: DecodeState,
     *,
     sample: SampleRule = sample,
-    intervention: Intervention | None = None,
+    intervention: Intervention | Steering | None = None,
 ) -> Iterator[tuple[DecodeState, Cache]]:
     """Yield the state as it grows: at once, after 1, 2, 4, ... steps, and then every 16.
 
@@ -129,8 +135,8 @@ def stream(
     """
     raise_on_failure(state, cache)
     yield state, cache
-    if intervention is not None:
-        model.check_intervention(intervention, state.count.shape[0])
+    if (now := _now(intervention, state)) is not None:
+        model.check_intervention(now, state.count.shape[0])
     flat = FlatModel.of(model)
     steps = 1
     while bool(jnp.any(state.active)):
