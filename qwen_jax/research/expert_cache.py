@@ -8,7 +8,6 @@ a sequence and across those of a batch; `measure` says what that costs in loss a
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +109,7 @@ class HeatBias:
     """A bias towards warm experts, for loops whose observer is an `ExpertHeat`; a `Steering`.
 
     Attributes:
-        base: what else to change, for all sequences alike or for each.
+        base: what else to change, for all sequences alike or for each; it has no bias itself.
         within: float32 [], added to the logit of an expert that all tokens of the window used; in
             proportion for others.
         across: float32 [], the same of the mean over the sequences of the batch.
@@ -124,8 +123,14 @@ class HeatBias:
     def of(
         cls, model: Model, within: float, across: float = 0.0, base: Intervention | None = None
     ) -> HeatBias:
-        """With both strengths 0, nothing changes but what `base` changes, bit by bit."""
+        """With both strengths 0, nothing changes but what `base` changes, bit by bit.
+
+        Raises:
+            RequestError: a bias in `base`, or a model without MoE layers.
+        """
         base = neutral(model) if base is None else base
+        if np.asarray(base.bias.values).any():
+            raise RequestError("base has a bias itself; a HeatBias takes its place: leave it out")
         return cls(base, jnp.float32(within), jnp.float32(across))
 
     def in_state(self, state: DecodeState) -> Intervention:
@@ -142,10 +147,7 @@ class HeatBias:
         own = jnp.moveaxis(heat.share, 0, 1)
         mean = jnp.broadcast_to(jnp.mean(own, axis=1, keepdims=True), own.shape)
         every = jnp.zeros(own.shape, jnp.int32)
-        given = self.base.bias
-        values = jnp.where(given.start < given.stop, given.values, 0.0)
-        values = jnp.broadcast_to(values, own.shape) + self.within * own + self.across * mean
-        bias = Ranged(values, every, every + END)
+        bias = Ranged(self.within * own + self.across * mean, every, every + END)
         return dataclasses.replace(self.base, bias=bias)
 
 
@@ -219,7 +221,7 @@ def measure(
     )
 
 
-@functools.partial(jax.jit, donate_argnames=("cache",))
+@jax.jit
 def _read(
     model: FlatModel,
     cache: Cache,
