@@ -197,8 +197,10 @@ class LayerIntervention:
         scores, filled = self.scores(routing.logits), routing.ids < self.bias.shape[-1]
         taken = jnp.where(filled, at_slots(scores, routing.ids, 0.0), -jnp.inf)
         among = taken if renormalise else scores
+        # Nothing of a token without experts may make NaN of a gradient.
+        among = jnp.where(jnp.any(filled, axis=-1, keepdims=True), among, 0.0)
         total = jax.nn.logsumexp(among, axis=-1, keepdims=True)
-        weights = jnp.where(filled, jnp.exp(taken - total), 0.0)
+        weights = jnp.where(filled, jnp.exp(jnp.where(filled, taken, 0.0) - total), 0.0)
         made = in_order(dataclasses.replace(routing, weights=weights), weights)
         applies = jnp.any(self.forced, axis=-1)[..., None]
         return dataclasses.replace(

@@ -258,6 +258,27 @@ def test_interventions_reach_every_router(kind):
             assert all(np.isfinite(weight) and weight > 0 for weight in token.values())
 
 
+def test_gradients_under_an_intervention():
+    """Padding makes no NaN of them, and a neutral one leaves them as they are."""
+    router, x = gate(), inputs()[0]
+    target = jnp.asarray(np.random.default_rng(3).standard_normal((E,)), jnp.float32)
+
+    @jax.jit
+    @jax.grad
+    def loss(router, context):
+        routing = router(x, context)
+        return jnp.sum(routing.weights * target.at[routing.ids].get(mode="fill", fill_value=0))
+
+    plain, neutral, forced = (
+        np.asarray(loss(router, inputs(each)[1]).weight[...])
+        for each in (None, change.neutral(CONFIG), change.force(CONFIG, [0, 1, 2]))
+    )
+    np.testing.assert_allclose(neutral, plain, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(forced).all()
+    assert (forced[:3] != 0).any()
+    np.testing.assert_array_equal(forced[3:], 0)
+
+
 def test_settings_of_the_released_rule_change_no_bit(tiny: CausalLM, tokens, plain):
     """One model with capacity for all in a layer, and a function of one's own in the other."""
 
