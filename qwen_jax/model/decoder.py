@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Array, Routing | None]:
         """Feed forward what is normal, dense or sparse, and add."""
         if isinstance(self.mlp, SparseMoE):
-            return self.mlp(normal, chunk.router_context(self.mlp.layer, mixed), x)
+            return self.mlp(normal, chunk.router_context(mixed), x)
         return x + self.mlp(normal).astype(x.dtype), None
 
 
@@ -165,6 +165,7 @@ class CausalLM(nnx.Module):
         inputs, updated, routing = [], [], {}
         for i, layer in enumerate(self.layers):
             inputs.append(x)
+            chunk = dataclasses.replace(chunk, layer=i)
             x, cache, choice = layer(x, None if caches is None else caches[i], chunk)
             updated.append(cache)
             if choice is not None:

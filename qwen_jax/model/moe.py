@@ -109,7 +109,6 @@ class SparseMoE(nnx.Module):
             renormalise=config.norm_topk_prob,
             implementation=run,
         )
-        self.layer = layer
         self.num_experts = config.num_experts
         if widths := config.expert_group_widths:
             sizes = config.num_experts, width, widths
