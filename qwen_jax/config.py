@@ -56,6 +56,9 @@ class QwenConfig:
         num_experts: Routed experts of a sparse layer; 0 makes every layer dense.
         num_experts_per_tok: Experts that one token uses.
         moe_intermediate_size: Width of a routed expert, or one a layer.
+        expert_group_widths: Widths of routed experts in groups of as many experts each, by id: with
+            8 experts and two widths, experts 0 to 3 have the first. () where all have
+            `moe_intermediate_size`, else that is the largest of them. No released model has it.
         shared_expert_intermediate_size: Width of the shared expert, or one a layer; 0 for none.
         norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1.
         decoder_sparse_step: Layer i is sparse only if i + 1 is a multiple of this.
@@ -101,6 +104,7 @@ class QwenConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int | tuple[int, ...] = 0
+    expert_group_widths: tuple[int, ...] = ()
     shared_expert_intermediate_size: int | tuple[int, ...] = 0
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1

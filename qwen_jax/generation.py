@@ -18,7 +18,7 @@ from .decode import (
 )
 from .decode.prompt import bucket, check_ids
 from .errors import RequestError
-from .model import CausalLM
+from .model import CausalLM, Intervention
 from .text import Tokenizer
 from .transcript import GenerationResult, Transcript, join
 
@@ -61,6 +61,7 @@ def stream_generate(
     max_model_len: int | None = None,
     prefill_chunk_size: int | None = None,
     kv_cache_dtype: str | None = None,
+    intervention: Intervention | None = None,
 ) -> Iterator[GenerationResult]:
     """Generate, yielding one piece a token of each row.
 
@@ -78,6 +79,8 @@ def stream_generate(
             to 8192, as its memory and the number of prompts allow.
         kv_cache_dtype: "int8" keeps keys and values in about half the memory, slightly less exact;
             None keeps them in the model's dtype.
+        intervention: what to change in the routing of prompts and new tokens; see
+            `qwen_jax.research.interventions`.
 
     Raises:
         RequestError: a prompt, option or limit outside what is accepted; before any work on the
@@ -100,8 +103,19 @@ def stream_generate(
     def empty_cache() -> Cache:
         return init_cache(model.config, len(ids), length, kv_cache_dtype=kv_cache_dtype)
 
+    if intervention is not None:
+        model.check_intervention(intervention, len(ids))
     return _run(
-        model, empty_cache, ids, rows, params, max_tokens, tokenizer, ignore_eos, prefill_chunk_size
+        model,
+        empty_cache,
+        ids,
+        rows,
+        params,
+        max_tokens,
+        tokenizer,
+        ignore_eos,
+        prefill_chunk_size,
+        intervention,
     )
 
 
@@ -115,6 +129,7 @@ def _run(
     tokenizer: Tokenizer | None,
     ignore_eos: bool,
     chunk_size: int | None,
+    intervention: Intervention | None,
 ) -> Iterator[GenerationResult]:
     if max_tokens == 0:
         for row in rows:
@@ -122,7 +137,9 @@ def _run(
         return
     cache = empty_cache()
     begin = running_time()
-    logits, cache = prefill_prompts(model, cache, ids, chunk_size=chunk_size)
+    logits, cache = prefill_prompts(
+        model, cache, ids, chunk_size=chunk_size, intervention=intervention
+    )
     state = start(
         logits,
         max_tokens=jnp.asarray(max_tokens, jnp.int32),
@@ -138,7 +155,7 @@ def _run(
     elapsed = max(running_time() - begin, 1e-9)
     for row in rows:
         row.prompt_tps = sum(map(len, ids)) / elapsed
-    for grown, _ in stream(model, cache, state):
+    for grown, _ in stream(model, cache, state, intervention=intervention):
         count, reason, tokens, logprobs = jax.device_get(
             (grown.count, grown.reason, grown.tokens, grown.logprobs)
         )

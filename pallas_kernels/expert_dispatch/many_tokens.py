@@ -145,7 +145,8 @@ def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array,
     """Its output times its strength: products of all tokens, as of any layer."""
     gate, up = (_product(x, weight) for weight in (shared.gate_proj, shared.up_proj))
     made = (jax.nn.silu(gate) * up).astype(x.dtype)
-    return _product(made, shared.down_proj) * jax.nn.sigmoid(_product(x, shared.gate))
+    strength = jax.nn.sigmoid(shared.logits(_product(x, shared.gate)))
+    return _product(made, shared.down_proj) * strength
 
 
 def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:

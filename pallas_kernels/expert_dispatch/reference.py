@@ -73,7 +73,7 @@ def refusals(
             f"{2 * width}"
         )
     if shared is not None:
-        reasons += shared.contradictions(x.shape[1])
+        reasons += shared.contradictions(*x.shape)
     for name, kind in (("inner_dtype", inner_dtype), ("dtype", dtype)):
         if not jnp.issubdtype(kind, jnp.floating):
             reasons.append(f"{name} is {kind}; accepted is floating point")
@@ -153,7 +153,7 @@ def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array,
     gate, up = (
         _product(x, weight).astype(x.dtype) for weight in (shared.gate_proj, shared.up_proj)
     )
-    strength = jax.nn.sigmoid(_product(x, shared.gate))
+    strength = jax.nn.sigmoid(shared.logits(_product(x, shared.gate)))
     y = _product(jax.nn.silu(gate) * up, shared.down_proj)
     return jnp.broadcast_to(strength, y.shape) * y
 

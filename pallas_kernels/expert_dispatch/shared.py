@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..dequant_matmul.qtensor import QTensor
@@ -20,15 +21,30 @@ class SharedExpert:
         up_proj: up projection [Fs, D], likewise.
         down_proj: down projection [D, Fs], likewise.
         gate: what the logit is made with [1, D].
+        logit: in place of the tokens' own logits, where it is not NaN [M, 1]; float32. Minus
+            infinity is a strength of 0. None for the tokens' own.
     """
 
     gate_proj: Float[Array, "Fs D"] | QTensor
     up_proj: Float[Array, "Fs D"] | QTensor
     down_proj: Float[Array, "D Fs"] | QTensor
     gate: Float[Array, "1 D"]
+    logit: Float[Array, "M 1"] | None = None
 
     # JAX also builds trees with leaves that are no arrays.
     __no_type_check__ = True
+
+    def logits(self, own: Float[Array, "M 1"]) -> Float[Array, "M 1"]:
+        """The logits that count, where these are the tokens' own."""
+        if self.logit is None:
+            return own
+        return jnp.where(jnp.isnan(self.logit), own, self.logit)
+
+    def strengths(self, own: Float[Array, "M 1"]) -> Float[Array, "M 1"]:
+        """The strengths that count, where these are the tokens' own."""
+        if self.logit is None:
+            return own
+        return jnp.where(jnp.isnan(self.logit), own, jax.nn.sigmoid(self.logit))
 
     def oddities(self) -> list[str]:
         """What keeps it from being a part of the experts' kernels; better computed on its own."""
@@ -44,8 +60,8 @@ class SharedExpert:
             reasons.append("shared gate_proj and up_proj are not stored alike")
         return reasons
 
-    def contradictions(self, width: int) -> list[str]:
-        """Where its arrays do not fit one another, or tokens of so many numbers."""
+    def contradictions(self, tokens: int, width: int) -> list[str]:
+        """Where its arrays do not fit one another, or so many tokens of so many numbers."""
         hidden = self.gate_proj.shape[0]
         expected = {
             "gate_proj": (hidden, width),
@@ -60,6 +76,13 @@ class SharedExpert:
                 reasons += [f"shared {name}: {reason}" for reason in weight.contradictions()]
             if tuple(weight.shape) != shape:
                 reasons.append(f"shared {name} is {list(weight.shape)}; accepted is {list(shape)}")
+        if self.logit is not None and (
+            self.logit.shape != (tokens, 1) or self.logit.dtype != jnp.float32
+        ):
+            reasons.append(
+                f"shared logit is {self.logit.dtype}{list(self.logit.shape)}; accepted is float32 "
+                f"{[tokens, 1]}"
+            )
         return reasons
 
 

@@ -64,6 +64,10 @@ def _sparse(config: QwenConfig, layer: int) -> bool:
     return config.is_sparse(layer)
 
 
+def _one_width(config: QwenConfig, layer: int) -> bool:
+    return _sparse(config, layer) and not config.expert_group_widths
+
+
 def _dense(config: QwenConfig, layer: int) -> bool:
     return not config.is_sparse(layer)
 
@@ -107,13 +111,24 @@ LAYER_ROWS = (
     Row("mlp.up_proj.weight", "Fd D", _dense),
     Row("mlp.down_proj.weight", "D Fd", _dense),
     Row("mlp.gate.weight", "E D", _sparse),
-    Row("mlp.experts.gate_up_proj", "E 2*F D", _sparse),
-    Row("mlp.experts.down_proj", "E D F", _sparse),
+    Row("mlp.experts.gate_up_proj", "E 2*F D", _one_width),
+    Row("mlp.experts.down_proj", "E D F", _one_width),
     Row("mlp.shared_expert.gate_proj.weight", "Fs D", _shared),
     Row("mlp.shared_expert.up_proj.weight", "Fs D", _shared),
     Row("mlp.shared_expert.down_proj.weight", "D Fs", _shared),
     Row("mlp.shared_expert_gate.weight", "1 D", _shared),
 )
+
+
+def group_rows(config: QwenConfig) -> tuple[Row, ...]:
+    """Of experts of unequal width, under `layers.{i}.`: Eg and F0, F1, ... are those of a group."""
+    rows = []
+    for group in range(len(config.expert_group_widths)):
+        path = f"mlp.experts.groups.{group}."
+        rows.append(Row(f"{path}gate_up_proj", f"Eg 2*F{group} D", _sparse))
+        rows.append(Row(f"{path}down_proj", f"Eg D F{group}", _sparse))
+    return tuple(rows)
+
 
 # Under `mtp.`, beside its layers: the multi-token prediction head, which shares the embedding and
 # the output head.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CheckpointError
 from .keys import MTP, speller
-from .mapping import FORMS, LAYER_ROWS, MODEL_ROWS, MTP_ROWS, Form, Layout, Row
+from .mapping import FORMS, LAYER_ROWS, MODEL_ROWS, MTP_ROWS, Form, Layout, Row, group_rows
 from .transforms import Piece
 
 if TYPE_CHECKING:
@@ -111,13 +111,14 @@ class _Place(NamedTuple):
 
 
 def _places(config: QwenConfig, mtp_layers: int) -> Iterator[_Place]:
+    of_layer = (*LAYER_ROWS, *group_rows(config))
     yield _place("", MODEL_ROWS, config, None)
     for layer in range(config.num_hidden_layers):
-        yield _place(f"layers.{layer}.", LAYER_ROWS, config, layer)
+        yield _place(f"layers.{layer}.", of_layer, config, layer)
     if mtp_layers:
         yield _place(MTP, MTP_ROWS, config, None)
         for layer in range(mtp_layers):
-            yield _place(f"{MTP}layers.{layer}.", LAYER_ROWS, config, layer_like_mtp(config))
+            yield _place(f"{MTP}layers.{layer}.", of_layer, config, layer_like_mtp(config))
 
 
 def _place(prefix: str, table: tuple[Row, ...], config: QwenConfig, layer: int | None) -> _Place:
@@ -182,6 +183,10 @@ def _sizes(config: QwenConfig, layer: int) -> dict[str, int]:
         sizes |= {"H": config.head_dim, "G": 2 if config.attn_gate else 1}
     if config.is_sparse(layer):
         sizes |= {"E": config.num_experts, "F": config.width("moe_intermediate_size", layer)}
+        widths = config.expert_group_widths
+        if widths:
+            sizes["Eg"] = config.num_experts // len(widths)
+        sizes |= {f"F{group}": width for group, width in enumerate(widths)}
         sizes |= {"Fs": config.width("shared_expert_intermediate_size", layer)}
     else:
         sizes |= {"Fd": config.width("intermediate_size", layer)}

@@ -63,7 +63,7 @@ def _check_values(config: QwenConfig, family: Family, findings: Findings) -> Non
     for name in ("dtype", "mamba_ssm_dtype"):
         if getattr(config, name) not in DTYPES:
             findings.refuse(name, getattr(config, name), " or ".join(DTYPES))
-    for name in ("layer_types", "mlp_only_layers", "eos_token_id"):
+    for name in ("layer_types", "mlp_only_layers", "eos_token_id", "expert_group_widths"):
         if not isinstance(getattr(config, name), tuple):
             findings.refuse(name, getattr(config, name), "a tuple")
 
@@ -145,6 +145,27 @@ def _check_experts(config: QwenConfig, family: Family, findings: Findings) -> No
             "num_experts_per_tok",
             config.num_experts_per_tok,
             f"from 1 to num_experts {config.num_experts}",
+        )
+    _check_expert_groups(config, findings)
+
+
+def _check_expert_groups(config: QwenConfig, findings: Findings) -> None:
+    widths = config.expert_group_widths
+    if not widths:
+        return
+    if not all(is_integer(width, 1) for width in widths):
+        findings.refuse("expert_group_widths", widths, "integers of at least 1")
+    elif config.num_experts % len(widths):
+        findings.refuse(
+            "expert_group_widths",
+            f"{len(widths)} long",
+            f"a number of groups that divides num_experts {config.num_experts}",
+        )
+    elif config.moe_intermediate_size != max(widths):
+        findings.refuse(
+            "moe_intermediate_size",
+            config.moe_intermediate_size,
+            f"{max(widths)}, the largest of expert_group_widths",
         )
 
 

@@ -74,6 +74,7 @@ _ROUTED: dict[str, Default] = {
     "mlp_only_layers": (),
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001,
+    "expert_group_widths": (),
 }
 _HYBRID: dict[str, Default] = {
     "num_attention_heads": 16,
@@ -203,6 +204,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe_intermediate_size": 512,
                 "shared_expert_intermediate_size": 512,
                 "router_aux_loss_coef": 0.001,
+                "expert_group_widths": (),
             },
             fixed={"norm_topk_prob": True},
             neutral=_GATED

@@ -148,6 +148,8 @@ def write_fields(config: QwenConfig) -> dict[str, Any]:
     for name in family.defaults:
         value: object = getattr(config, name)
         written[name] = list(value) if isinstance(value, tuple) else value
+    if not config.expert_group_widths:  # of research alone
+        written.pop("expert_group_widths", None)
     if family.sliding is not None:
         written["use_sliding_window"] = config.sliding_window is not None
         written["sliding_window"] = config.sliding_window

@@ -3,7 +3,7 @@
 from .loop import LOOP_OPTIONS, decode_loop, start, stream
 from .prompt import prefill_prompts
 from .sampling import SamplingOptions, SamplingParams, sample
-from .state import DecodeState, FinishReason, Observer, init_state
+from .state import DecodeState, FinishReason, Observer, Steering, init_state
 from .step import StepOutput, decode_step, prefill
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Observer",
     "SamplingOptions",
     "SamplingParams",
+    "Steering",
     "StepOutput",
     "decode_loop",
     "decode_step",

@@ -6,6 +6,7 @@ They give the same tokens.
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from jaxtyping import Array, Int
 
 from ..cache import Cache
 from ..errors import CacheFullError
-from ..model import CausalLM, FlatModel, whole
+from ..model import CausalLM, FlatModel, Intervention, whole
 from .carry import Carry, Packing
 from .sampling import sample
-from .state import DecodeState, FinishReason, SampleRule, advance, init_state
+from .state import DecodeState, FinishReason, SampleRule, Steering, advance, init_state
 from .step import decode_step
 
 STEPS_BETWEEN_LOOKS = 16
@@ -37,6 +38,7 @@ def decode_loop(
     *,
     sample: SampleRule = sample,
     max_steps: int | Int[Array, ""] | None = None,
+    intervention: Intervention | Steering | None = None,
 ) -> tuple[DecodeState, Cache]:
     """Generate until every row has ended, in one `lax.while_loop`.
 
@@ -49,6 +51,8 @@ def decode_loop(
         sample: the sampling rule (static under jit).
         max_steps: stop after so many steps even if rows go on; may be traced. Calling again
             continues.
+        intervention: what to change in the routing, or what says so anew for each step; give the
+            prompt's prefill the same one if it is to count there.
 
     Returns:
         State and cache. Look at `state.reason`: a row with CACHE_FULL ran out of blocks, one with
@@ -66,14 +70,26 @@ def decode_loop(
 
     def step(carry: Carry) -> Carry:
         state, cache = packing.unpack(carry)
-        capture = "none" if state.observer is None else state.observer.capture
-        output, cache = decode_step(model, cache, state.last, active=state.active, capture=capture)
+        output, cache = decode_step(
+            model,
+            cache,
+            state.last,
+            active=state.active,
+            capture="none" if state.observer is None else state.observer.capture,
+            intervention=_now(intervention, state),
+        )
         if state.observer is not None:
             observer = state.observer.observe(output, state.active & ~cache.overflow)
             state = dataclasses.replace(state, observer=observer)
         return packing.pack((advance(state, output.logits, cache.overflow, sample), cache))
 
     return packing.unpack(jax.lax.while_loop(goes_on, step, packing.pack((state, cache))))
+
+
+def _now(intervention: Intervention | Steering | None, state: DecodeState) -> Intervention | None:
+    if intervention is None or isinstance(intervention, Intervention):
+        return intervention
+    return intervention.in_state(state)
 
 
 start = jax.jit(init_state, static_argnames=("capacity", "sample"))
@@ -92,14 +108,19 @@ def run_steps(
     state: DecodeState,
     *,
     sample: SampleRule = sample,
-    max_steps: int | Int[Array, ""] | None = None,
+    **options: Any,
 ) -> tuple[DecodeState, Cache]:
     """`decode_loop` compiled, with cache and state donated."""
-    return decode_loop(whole(model), cache, state, sample=sample, max_steps=max_steps)
+    return decode_loop(whole(model), cache, state, sample=sample, **options)
 
 
 def stream(
-    model: CausalLM, cache: Cache, state: DecodeState, *, sample: SampleRule = sample
+    model: CausalLM,
+    cache: Cache,
+    state: DecodeState,
+    *,
+    sample: SampleRule = sample,
+    intervention: Intervention | Steering | None = None,
 ) -> Iterator[tuple[DecodeState, Cache]]:
     """Yield the state as it grows: at once, after 1, 2, 4, ... steps, and then every 16.
 
@@ -108,15 +129,25 @@ def stream(
     before going on.
 
     Raises:
+        RequestError: an intervention that is not for this model or its routers.
         CacheFullError: a row ran out of blocks.
         FloatingPointError: the model computed NaN or infinite logits.
     """
     raise_on_failure(state, cache)
     yield state, cache
+    if (now := _now(intervention, state)) is not None:
+        model.check_intervention(now, state.count.shape[0])
     flat = FlatModel.of(model)
     steps = 1
     while bool(jnp.any(state.active)):
-        state, cache = run_steps(flat, cache, state, sample=sample, max_steps=jnp.int32(steps))
+        state, cache = run_steps(
+            flat,
+            cache,
+            state,
+            sample=sample,
+            max_steps=jnp.int32(steps),
+            intervention=intervention,
+        )
         raise_on_failure(state, cache)
         yield state, cache
         steps = min(2 * steps, STEPS_BETWEEN_LOOKS)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from ..cache import Cache
 from ..errors import CacheFullError, RequestError
 from ..memory import accelerator_memory
-from ..model import CausalLM, FlatModel, whole
+from ..model import CausalLM, FlatModel, Intervention, whole
 from .step import StepOutput, prefill
 
 CHUNK_SIZE = 512
@@ -45,6 +45,7 @@ def prefill_prompts(
     prompts: Sequence[Sequence[int]],
     *,
     chunk_size: int | None = None,
+    intervention: Intervention | None = None,
 ) -> tuple[Array, Cache]:
     """Enter one prompt a row, chunk by chunk, and return the logits after each prompt's last token.
 
@@ -54,17 +55,21 @@ def prefill_prompts(
         prompts: token ids, one sequence a row; none may be empty.
         chunk_size: most tokens of a row in one call; memory grows with it. `default_chunk_size`
             if None.
+        intervention: what to change in the routing, whatever the chunks: its positions count from
+            the first token of each sequence.
 
     Returns:
         float32 logits [B, V], and the cache.
 
     Raises:
-        RequestError: an empty prompt, a wrong number of prompts, an id outside the vocabulary, or a
-            chunk size below 1.
+        RequestError: an empty prompt, a wrong number of prompts, an id outside the vocabulary, a
+            chunk size below 1, or an intervention that is not for this model or its routers.
         CacheFullError: a prompt longer than its cache row has room for, more prompts than the pool
             has blocks for, or a row whose overflow flag is set. Checked before anything is entered.
     """
     check_prompts(model, cache, prompts, chunk_size)
+    if intervention is not None:
+        model.check_intervention(intervention, len(prompts))
     chunk_size = chunk_size or default_chunk_size(len(prompts), accelerator_memory())
     longest = max(len(prompt) for prompt in prompts)
     logits: Array | None = None
@@ -72,7 +77,7 @@ def prefill_prompts(
     for begin in range(0, longest, chunk_size):
         pieces = [prompt[begin : begin + chunk_size] for prompt in prompts]
         tokens, lengths = pad(pieces, chunk_size)
-        output, cache = run_prefill(flat, cache, tokens, lengths)
+        output, cache = run_prefill(flat, cache, tokens, lengths, intervention=intervention)
         logits = output.logits if logits is None else _merge(logits, output, lengths)
     assert logits is not None
     return logits, cache

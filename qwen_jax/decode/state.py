@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..errors import RequestError
-from ..model import Capture
+from ..model import Capture, Intervention
 from ..pytree import pytree
 from .sampling import SamplingOptions, SamplingParams, sample
 from .step import StepOutput
@@ -56,6 +56,19 @@ class Observer(Protocol):
                 and of rows that are not taken, are those of empty slots.
             taken: rows that entered tokens into the cache in this step. A loop goes on until its
                 last row has ended; rows that ended before are False.
+        """
+        ...
+
+
+@runtime_checkable
+class Steering(Protocol):
+    """An intervention that changes while a loop goes on; a pytree."""
+
+    def in_state(self, state: "DecodeState") -> Intervention:
+        """The intervention of the next step; pure, of one structure and shape.
+
+        Args:
+            state: before the step, with the observer that has seen those before.
         """
         ...
 

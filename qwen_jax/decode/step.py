@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from ..cache import Cache, allocate
 from ..errors import RequestError
-from ..model import Capture, CausalLM, Routing
+from ..model import Capture, CausalLM, Intervention, Routing
 from ..pytree import pytree
 
 
@@ -35,6 +35,7 @@ def prefill(
     padding: Literal["right", "left"] = "right",
     capture: Capture = "none",
     all_logits: bool = False,
+    intervention: Intervention | None = None,
 ) -> tuple[StepOutput, Cache]:
     """Append tokens to the sequences in the cache. Pure; call it under jit with the cache donated.
 
@@ -49,6 +50,8 @@ def prefill(
         padding: on which side of the real tokens the padding is.
         capture: how much of the routing to return (static).
         all_logits: logits of every position instead of the last one's (static).
+        intervention: what to change in the routing. Its positions count from the first token of
+            each sequence.
 
     Returns:
         The output and the new cache. A row that found no free block takes no token, has
@@ -56,8 +59,8 @@ def prefill(
         padding the columns of the output are those of the tokens moved to the left.
 
     Raises:
-        RequestError: an unknown `padding` or `capture`, or a number of rows that is not the
-            cache's.
+        RequestError: an unknown `padding` or `capture`, a number of rows that is not the cache's,
+            or an intervention that is not for this model.
     """
     _check_rows(cache, tokens, lengths)
     if padding not in ("right", "left"):
@@ -68,7 +71,7 @@ def prefill(
     blocks = allocate(cache.blocks, jnp.where(impossible, 0, lengths), cache.block_size)
     blocks = dataclasses.replace(blocks, overflow=blocks.overflow | impossible)
     lengths = jnp.where(blocks.overflow, 0, lengths)
-    output = model.forward(tokens, cache.layers, blocks.length, lengths, blocks.table)
+    output = model.forward(tokens, cache.layers, blocks.length, lengths, blocks.table, intervention)
     residual = output.residual
     if not all_logits and tokens.shape[1] == 1:
         residual = residual[:, 0]
@@ -90,6 +93,7 @@ def decode_step(
     *,
     active: Bool[Array, " B"] | None = None,
     capture: Capture = "none",
+    intervention: Intervention | None = None,
 ) -> tuple[StepOutput, Cache]:
     """Append one token to each sequence and return the logits of the next.
 
@@ -101,9 +105,11 @@ def decode_step(
         tokens: int32 ids.
         active: rows that take their token; the others stay as they are. All if None.
         capture: how much of the routing to return (static).
+        intervention: what to change in the routing.
     """
     lengths = jnp.ones_like(tokens) if active is None else active.astype(jnp.int32)
-    return prefill(model, cache, tokens[:, None], lengths, capture=capture)
+    options = {"capture": capture, "intervention": intervention}
+    return prefill(model, cache, tokens[:, None], lengths, **options)
 
 
 def _check_rows(cache: Cache, tokens: Array, lengths: Array) -> None:

@@ -4,6 +4,7 @@ from .abstract import abstract_model, parameter_shapes
 from .decoder import CausalLM, DecoderLayer, ModelOutput
 from .flat import FlatModel, whole
 from .initialise import initialise
+from .intervention import Intervention
 from .routing import Capture, Router, RouterContext, Routing
 from .trace import RoutingTrace
 
@@ -12,6 +13,7 @@ __all__ = [
     "CausalLM",
     "DecoderLayer",
     "FlatModel",
+    "Intervention",
     "ModelOutput",
     "Router",
     "RouterContext",

@@ -18,10 +18,11 @@ from ..quant import QTensor
 from .attention import Attention
 from .chunk import Chunk
 from .delta_net import GatedDeltaNet
+from .intervention import Intervention
 from .layers import MLP, Embedding, Linear, RMSNorm, project
 from .moe import SparseMoE
 from .rope import rotary
-from .routing import Capture, RouterContext, Routing
+from .routing import Capture, Routing
 
 
 class DecoderLayer(nnx.Module):
@@ -72,7 +73,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Array, Routing | None]:
         """Feed forward what is normal, dense or sparse, and add."""
         if isinstance(self.mlp, SparseMoE):
-            return self.mlp(normal, RouterContext(valid=chunk.valid, mixed=mixed), x)
+            return self.mlp(normal, chunk.router_context(mixed), x)
         return x + self.mlp(normal).astype(x.dtype), None
 
 
@@ -122,6 +123,7 @@ class CausalLM(nnx.Module):
         *,
         capture: Capture = "full",
         output_hidden_states: bool = False,
+        intervention: Intervention | None = None,
     ) -> ModelOutput:
         """Logits of every position, without a cache. Compiled once a shape.
 
@@ -130,14 +132,17 @@ class CausalLM(nnx.Module):
             lengths: real tokens of each row, padding on the right; all of them if None.
             capture: how much of the routing to return.
             output_hidden_states: return the hidden states too.
+            intervention: what to change in the routing; see `qwen_jax.research.interventions`.
 
         Raises:
-            RequestError: an id outside the vocabulary, no token, lengths outside 0 to T, or a
-                wrong shape or dtype.
+            RequestError: an id outside the vocabulary, no token, lengths outside 0 to T, a wrong
+                shape or dtype, or an intervention that is not for this model or its routers.
         """
         tokens = check_tokens(tokens, self.config.vocab_size)
         lengths = check_lengths(lengths, tokens.shape)
-        return _forward(self, tokens, lengths, capture, output_hidden_states)
+        if intervention is not None:
+            self.check_intervention(intervention, tokens.shape[0])
+        return _forward(self, tokens, lengths, capture, output_hidden_states, intervention)
 
     def forward(
         self,
@@ -146,21 +151,39 @@ class CausalLM(nnx.Module):
         start: Int[Array, " B"],
         lengths: Int[Array, " B"],
         block_table: Int[Array, "B W"] | None = None,
+        intervention: Intervention | None = None,
     ) -> "ForwardOutput":
         """Run the layers over new tokens; the states of all layers go in and come out."""
+        if intervention is not None:
+            self.check_intervention(intervention, tokens.shape[0])
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(offset < lengths[:, None], start[:, None] + offset, -1)
-        chunk = Chunk(start, lengths, positions, rotary(self.config, positions), block_table)
-        x = self.embed_tokens(jnp.where(chunk.valid, tokens, 0))
+        tokens = jnp.where(positions >= 0, tokens, 0)
+        tables = rotary(self.config, positions)
+        chunk = Chunk(start, lengths, positions, tables, block_table, tokens, intervention)
+        x = self.embed_tokens(tokens)
         inputs, updated, routing = [], [], {}
         for i, layer in enumerate(self.layers):
             inputs.append(x)
+            chunk = dataclasses.replace(chunk, layer=i)
             x, cache, choice = layer(x, None if caches is None else caches[i], chunk)
             updated.append(cache)
             if choice is not None:
                 routing[i] = choice
         updated = None if caches is None else tuple(updated)
         return ForwardOutput(tuple(inputs), x, self.norm, updated, routing)
+
+    def check_intervention(self, intervention: Intervention, rows: int) -> None:
+        """Refuse an intervention that is not for this model, its routers and so many rows.
+
+        Raises:
+            RequestError: says what does not fit.
+        """
+        intervention.check_fits(self.config, rows)
+        mlps = {layer: self.layers[layer].mlp for layer in intervention.layers}
+        intervention.check_routers(
+            {layer: mlp.gate for layer, mlp in mlps.items() if isinstance(mlp, SparseMoE)}
+        )
 
     def next_logits(self, residual: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Final norm and head, on the residual stream behind the last layer; float32.
@@ -258,9 +281,15 @@ def check_lengths(lengths: Array | np.ndarray | None, shape: tuple[int, ...]) ->
 
 @jax.jit(static_argnames=("capture", "output_hidden_states"))
 def _forward(
-    model: CausalLM, tokens: Array, lengths: Array, capture: Capture, output_hidden_states: bool
+    model: CausalLM,
+    tokens: Array,
+    lengths: Array,
+    capture: Capture,
+    output_hidden_states: bool,
+    intervention: Intervention | None,
 ) -> ModelOutput:
-    output = model.forward(tokens, None, jnp.zeros_like(lengths), lengths)
+    start = jnp.zeros_like(lengths)
+    output = model.forward(tokens, None, start, lengths, intervention=intervention)
     states = output.hidden_states
     return ModelOutput(
         model.logits(states[-1]),

@@ -4,7 +4,7 @@ Statistics and further routers live in `qwen_jax.research`.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,8 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.router import router
 
+from ..errors import RequestError
 from ..pytree import pytree
 from .layers import parameter
+
+if TYPE_CHECKING:
+    from .intervention import LayerIntervention
 
 Capture = Literal["none", "ids", "full"]
 """What a forward pass returns of the routing: nothing, ids and weights, or the logits too."""
@@ -47,16 +51,30 @@ class RouterContext:
     Attributes:
         valid: bool [B, T], False at padding. Padding takes no expert, whatever the router says.
         mixed: [B, T, D], this layer's mixer output, before the residual add.
+        tokens: int32 [B, T], ids; 0 at padding. None where a layer runs alone.
+        positions: int32 [B, T], from 0 at the sequence's first token; -1 at padding.
+        layer: static, number of the layer.
+        intervention: what an experiment changes here, or None. See `Router.intervenes`.
     """
 
     valid: Array
     mixed: Array
+    tokens: Array | None
+    positions: Array
+    layer: int = dataclasses.field(metadata={"static": True})
+    intervention: "LayerIntervention | None" = None
 
 
 class Router(Protocol):
     """Anything that chooses experts: `router(x, context) -> Routing`, pure and jittable.
 
-    x is the float32 [B, T, D] input of the MoE block, after its norm.
+    x is the float32 [B, T, D] input of the MoE block, after its norm. A of the result may be any
+    number, the ids of a token's filled slots differ, and weights are float32.
+
+    A router that applies `context.intervention` itself has the attribute `intervenes = True`: it
+    must heed what is banned and forced, the bias, the temperature and the number of experts. On the
+    choice of another one, bans, forced experts and the number are imposed afterwards, and bias and
+    temperature are refused. Scaled weights and the shared expert are no router's affair.
     """
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing: ...
@@ -67,6 +85,8 @@ class TopKRouter(nnx.Module):
 
     Equal scores go to the lower id. Slots of padding are empty.
     """
+
+    intervenes = True
 
     def __init__(
         self,
@@ -85,16 +105,21 @@ class TopKRouter(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
         batch, tokens, width = x.shape
+        change = context.intervention
+        options: dict[str, Any] = {"slots": self.chosen}
+        if change is not None:
+            options = change.options_of_router(self.chosen)
         flat = router(
             x.reshape(-1, width),
             self.weight[...],
             valid=context.valid.reshape(-1),
-            slots=self.chosen,
             renormalise=self.renormalise,
             implementation=self.implementation,
+            **options,
         )
         ids, weights, logits = (array.reshape(batch, tokens, -1) for array in flat)
-        return Routing(ids, weights, logits)
+        routing = Routing(ids, weights, logits)
+        return routing if change is None else change.reweighted(routing, self.renormalise)
 
 
 def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -> Routing:
@@ -103,3 +128,27 @@ def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -
     ids: Int[Array, "B T A"] = jnp.where(used, routing.ids, experts)
     weights = jnp.where(used, routing.weights, 0.0)
     return dataclasses.replace(routing, ids=ids, weights=weights)
+
+
+def check_shapes(router: Any, routing: Any, tokens: tuple[int, ...]) -> None:
+    """Refuse what a router gave if it is no routing of these tokens [B, T]; shapes and dtypes.
+
+    Raises:
+        RequestError: names the router and what it gave.
+    """
+    name = getattr(router, "__name__", type(router).__name__)
+    if not isinstance(routing, Routing):
+        raise RequestError(
+            f"router {name} gave a {type(routing).__name__}; accepted is a Routing(ids, weights)"
+        )
+    ids, weights = routing.ids, routing.weights
+    if ids.ndim != 3 or ids.shape[:2] != tokens or ids.dtype != jnp.int32:
+        raise RequestError(
+            f"router {name} gave ids {ids.dtype}{list(ids.shape)}; accepted is int32 [B, T, A], "
+            f"where B, T = {list(tokens)}"
+        )
+    if weights.shape != ids.shape or weights.dtype != jnp.float32:
+        raise RequestError(
+            f"router {name} gave weights {weights.dtype}{list(weights.shape)}; accepted is float32 "
+            f"{list(ids.shape)}, one for each id"
+        )

@@ -1,4 +1,4 @@
-"""Experiments with routing: traces, counts and statistics; what an experiment needs, under jit."""
+"""Research on routing: traces, counts and statistics; interventions, and further routers."""
 
 from .capture import Piece, collect, trace_text
 from .counts import RoutingCounts

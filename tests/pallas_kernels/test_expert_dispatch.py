@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.expert_dispatch import expert_dispatch
 from pallas_kernels.expert_dispatch.reference import GATHER_TOKENS
+from pallas_kernels.expert_dispatch.shared import SharedExpert
 
 run = jax.jit(expert_dispatch)
 
@@ -105,6 +106,32 @@ def test_the_sum_is_added_to_the_residual(tokens):
     residual = np.random.default_rng(6).standard_normal((tokens, WIDTH)).astype(np.float32)
     wanted = residual + np.asarray(run(*layer.values()))
     np.testing.assert_allclose(run(*layer.values(), None, residual), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [3, 65])
+def test_a_logit_given_takes_the_place_of_the_shared_experts_own(tokens):
+    layer, rng = Layer.random(tokens), np.random.default_rng(7)
+    shapes = ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN), (1, WIDTH))
+    gate, up, down, row = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    x = layer.x.astype(np.float64)
+    logit = np.resize([np.nan, -np.inf, 0.5, np.inf], (tokens, 1)).astype(np.float32)
+    counted = np.where(np.isnan(logit), x @ row.T.astype(np.float64), logit)
+    made = x @ gate.T
+    made = (made / (1 + np.exp(-made)) * (x @ up.T)) @ down.T
+    shared = SharedExpert(gate, up, down, row, jnp.asarray(logit))
+    wanted = oracle(*layer.values()) + made / (1 + np.exp(-counted))
+    np.testing.assert_allclose(run(*layer.values(), shared), wanted, rtol=1e-4, atol=1e-4)
+    own = jnp.asarray(x @ row.T, jnp.float32)
+    np.testing.assert_allclose(
+        shared.strengths(jax.nn.sigmoid(own))[3:], 1 / (1 + np.exp(-counted))[3:], rtol=1e-5
+    )
+    nothing = dataclasses.replace(shared, logit=jnp.full((tokens, 1), jnp.nan))
+    without = dataclasses.replace(shared, logit=None)
+    np.testing.assert_array_equal(run(*layer.values(), nothing), run(*layer.values(), without))
+    wrong = dataclasses.replace(shared, logit=jnp.zeros((tokens,)))
+    with pytest.raises(ExceptionGroup) as caught:
+        run(*layer.values(), wrong)
+    assert "shared logit is float32[" in str(caught.value.exceptions)
 
 
 def test_both_ways_agree_at_their_border():

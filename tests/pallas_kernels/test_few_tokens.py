@@ -95,7 +95,7 @@ def drawn(spec: Spec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     (up, wide_up), (below, wide_below) = (filled(rng, stack) for stack in stacks)
     wide_shared = None
     if shared is not None:
-        names = [field.name for field in dataclasses.fields(shared)]
+        names = ("gate_proj", "up_proj", "down_proj", "gate")
         parts = {name: filled(rng, getattr(shared, name)) for name in names}
         shared = SharedExpert(**{name: weight for name, (weight, _) in parts.items()})
         wide_shared = {name: wide for name, (_, wide) in parts.items()}
@@ -160,8 +160,18 @@ def check_whole(spec: Spec, config: FewTokens) -> None:
     arrays, wide = drawn(spec)
     run = functools.partial(triton.expert_dispatch, config=config, **spec.settings())
     numbers = np.asarray(arrays[1])
-    wanted = oracle_of_down(oracle_of_gated(numbers, wide), numbers, wide)
+    made = oracle_of_gated(numbers, wide)
+    wanted = oracle_of_down(made, numbers, wide)
     assert norm_error(jax.jit(run)(*arrays), wanted) < WHOLE[spec.inner]
+    if arrays[-1] is None:
+        return
+    # The first token leaves the shared expert out, the second has a strength given.
+    logit = np.full((spec.tokens, 1), np.nan, np.float32)
+    logit[:2, 0] = -np.inf, 0.5
+    made[2][:2, 0] = 0, 1 / (1 + np.exp(-0.5))
+    shared = dataclasses.replace(arrays[-1], logit=jnp.asarray(logit))
+    wanted = oracle_of_down(made, numbers, wide)
+    assert norm_error(jax.jit(run)(*arrays[:-1], shared), wanted) < WHOLE[spec.inner]
 
 
 @pytest.mark.parametrize(
