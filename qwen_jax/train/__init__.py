@@ -1,0 +1,25 @@
+"""Training: losses, compiled steps, data, checkpoints. Needs the `train` extra."""
+
+from .batch import Batch
+from .data import Data, joined
+from .losses import Penalties
+from .optimiser import AdamW
+from .parameters import Skeleton, Split, parameters_of, split
+from .schedule import Schedule
+from .step import Trainer, Training, TrainState
+
+__all__ = [
+    "AdamW",
+    "Batch",
+    "Data",
+    "Penalties",
+    "Schedule",
+    "Skeleton",
+    "Split",
+    "TrainState",
+    "Trainer",
+    "Training",
+    "joined",
+    "parameters_of",
+    "split",
+]
