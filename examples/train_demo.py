@@ -30,7 +30,7 @@ from qwen_jax.train import (
     AdamW,
     Batch,
     Data,
-    Penalties,
+    NextTokens,
     Schedule,
     Trainer,
     Training,
@@ -64,7 +64,7 @@ def main() -> None:
         CausalLM(config),
         Training(
             AdamW(decay=asked.decay),
-            Penalties(balance=config.router_aux_loss_coef, router_z=asked.z),
+            NextTokens(balance=config.router_aux_loss_coef, router_z=asked.z),
             recompute=False,
             seed=asked.seed,
         ),

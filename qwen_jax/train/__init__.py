@@ -2,7 +2,7 @@
 
 from .batch import Batch
 from .data import Data, joined
-from .losses import Penalties
+from .losses import NextTokens
 from .optimiser import AdamW
 from .parameters import Skeleton, Split, parameters_of, split
 from .schedule import Schedule
@@ -12,7 +12,7 @@ __all__ = [
     "AdamW",
     "Batch",
     "Data",
-    "Penalties",
+    "NextTokens",
     "Schedule",
     "Skeleton",
     "Split",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -20,10 +19,10 @@ class Batch:
         scored: bool [B, T], which targets count in the loss; none of padding does.
     """
 
-    inputs: Array
-    targets: Array
-    lengths: Array
-    scored: Array
+    inputs: Array | np.ndarray
+    targets: Array | np.ndarray
+    lengths: Array | np.ndarray
+    scored: Array | np.ndarray
 
     @classmethod
     def of_windows(cls, windows: np.ndarray) -> Batch:
@@ -33,7 +32,3 @@ class Batch:
         return cls(
             inputs.astype(np.int32), targets.astype(np.int32), lengths, np.ones(inputs.shape, bool)
         )
-
-    def split(self, parts: int) -> Batch:
-        """The same rows as [parts, B / parts, ...]."""
-        return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), self)

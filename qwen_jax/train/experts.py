@@ -8,11 +8,14 @@ backwards, and they split over a mesh of devices as they are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ..errors import RequestError
 from ..model import CausalLM, Routing
 from ..model.moe import Experts, SparseMoE
 from ..quant import QTensor
@@ -28,6 +31,20 @@ class DenseExperts(nnx.Module):
         self.gate_up_proj = experts.gate_up_proj
         self.down_proj = experts.down_proj
         self.dtype = experts.dtype
+
+    @classmethod
+    def instead_of(cls, experts: object) -> DenseExperts:
+        """Those of a layer, computed so.
+
+        Raises:
+            RequestError: they are in codes, or not the model's own kind.
+        """
+        if isinstance(experts, DenseExperts):
+            return experts
+        if type(experts) is not Experts or _in_codes(experts):
+            kind = "in codes" if type(experts) is Experts else f"a {type(experts).__name__}"
+            raise RequestError(f"the experts are {kind}; accepted are float experts of one width")
+        return cls(experts)
 
     def __call__(self, x: Float[Array, "B T D"], routing: Routing) -> Float[Array, "B T D"]:
         hidden = self.hidden(x)
@@ -57,14 +74,31 @@ def slot_weights(
     return jnp.einsum("bta,btae->bte", weights, codes, precision=jax.lax.Precision.HIGHEST)
 
 
+def sparse_feeds(model: CausalLM, wanted: str) -> list[Any]:
+    """The sparse feed-forwards of a model; their parts may be replaced.
+
+    Raises:
+        RequestError: there are none; `wanted` says what needs them.
+    """
+    if not (found := _sparse(model)):
+        raise RequestError(f"no MoE layers: {wanted} is for models with experts")
+    return found
+
+
 def make_dense(model: CausalLM) -> None:
     """Puts `DenseExperts` where a layer's experts are arrays, and few enough for it to pay."""
-    for layer in model.layers:
-        moe = layer.mlp
-        if not isinstance(moe, SparseMoE) or type(moe.experts) is not Experts:
+    for moe in _sparse(model):
+        if type(moe.experts) is not Experts or _in_codes(moe.experts):
             continue
-        stacks = moe.experts.gate_up_proj[...], moe.experts.down_proj[...]
         slots = model.config.num_experts_per_tok
-        few = stacks[0].shape[0] <= MOST_EXPERTS_A_SLOT * slots
-        if few and not any(isinstance(stack, QTensor) for stack in stacks):
+        if moe.experts.gate_up_proj.shape[0] <= MOST_EXPERTS_A_SLOT * slots:
             moe.experts = DenseExperts(moe.experts)
+
+
+def _sparse(model: CausalLM) -> list[Any]:
+    return [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMoE)]
+
+
+def _in_codes(experts: Experts) -> bool:
+    stacks = experts.gate_up_proj[...], experts.down_proj[...]
+    return any(isinstance(stack, QTensor) for stack in stacks)

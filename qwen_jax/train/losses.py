@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..errors import RequestError
 from ..model import CausalLM
@@ -17,17 +18,43 @@ from .batch import Batch
 LOGITS_AT_ONCE = 2**28
 
 
+Parts = dict[str, Float[Array, ""]]
+
+
+class Objective(Protocol):
+    """What a step makes smaller. It is hashable, and equal ones share a compiled program."""
+
+    def size(self, batch: Any) -> Float[Array, ""]:
+        """Float32 [], what the mean of a whole batch is over."""
+        ...
+
+    def loss(
+        self, model: CausalLM, part: Any, size: Array, share: float
+    ) -> tuple[Float[Array, ""], Parts]:
+        """The loss of some of a batch's rows, and what it consists of, by name.
+
+        Losses and parts are such that those of all rows of a batch add up to the batch's.
+
+        Args:
+            model: computes it.
+            part: some rows.
+            size: of the whole batch.
+            share: of the rows in the batch.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Penalties:
-    """Weights of what is added to the mean loss of a token.
+class NextTokens:
+    """The mean loss of a token, and penalties on the routers.
 
     Attributes:
-        balance: of the pooled load-balancing loss (transformers' `router_aux_loss_coef`).
-        layer_balance: of the mean over layers of each layer's own.
-        router_z: of the router z-loss.
+        balance: weight of the pooled load-balancing loss (transformers' `router_aux_loss_coef`).
+        layer_balance: weight of the mean over layers of each layer's own.
+        router_z: weight of the router z-loss.
 
     Raises:
-        RequestError: a weight below 0, or none that is finite.
+        RequestError: a weight below 0, or one that is not finite.
     """
 
     balance: float = 0.0
@@ -39,23 +66,49 @@ class Penalties:
             if not 0 <= value < float("inf"):
                 raise RequestError(f"{name} is {value}; accepted are weights from 0 on")
 
+    def size(self, batch: Batch) -> Float[Array, ""]:
+        """How many targets count."""
+        return jnp.sum(batch.scored.astype(jnp.float32))
+
+    def loss(
+        self, model: CausalLM, part: Batch, size: Array, share: float
+    ) -> tuple[Float[Array, ""], Parts]:
+        """See `Objective`. The parts are `loss`, of tokens alone, and penalties by name."""
+        start = jnp.zeros_like(part.lengths)
+        output = model.forward(part.inputs, None, start, part.lengths)
+        losses = token_log_losses(model, output.residual, part.targets)
+        mean = jnp.sum(jnp.where(part.scored, losses, 0.0)) / size
+        parts, total = {"loss": mean}, mean
+        if not output.routing:
+            self._refuse_dense()
+            return total, parts
+        places = jnp.arange(part.inputs.shape[1], dtype=jnp.int32)[None, :]
+        valid = places < part.lengths[:, None]
+        own = layer_load_balancing_losses(output.routing, valid)
+        parts |= {
+            "balance": share * load_balancing_loss(output.routing, valid),
+            "layer_balance": share * sum(own.values(), jnp.float32(0)) / len(own),
+            "router_z": share * router_z_loss(output.routing, valid),
+        }
+        for name, weight in dataclasses.asdict(self).items():
+            if weight:
+                total = total + weight * parts[name]
+        return total, parts
+
+    def _refuse_dense(self) -> None:
+        given = [name for name, weight in dataclasses.asdict(self).items() if weight]
+        if given:
+            raise RequestError(
+                f"no MoE layers: {', '.join(given)} {'are' if len(given) > 1 else 'is'} about "
+                "routers; leave it out"
+            )
+
 
 def token_losses(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Float[Array, "..."]:
     """Negative log-likelihood of each target in nats; softmax is taken here, in float32."""
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
-
-
-def summed_loss(
-    model: CausalLM,
-    residual: Float[Array, "B T D"],
-    targets: Int[Array, "B T"],
-    scored: Bool[Array, "B T"],
-) -> Float[Array, ""]:
-    """The sum of the losses of the targets that count, in slices of tokens if logits are many."""
-    losses = token_log_losses(model, residual, targets)
-    return jnp.sum(jnp.where(scored, losses, 0.0))
 
 
 def token_log_losses(
@@ -73,38 +126,3 @@ def token_log_losses(
     size = max(1, LOGITS_AT_ONCE // vocabulary)
     found = jax.lax.map(jax.checkpoint(lambda one: losses(one)), flat, batch_size=size)
     return found.reshape(targets.shape)
-
-
-def loss_of_batch(
-    model: CausalLM, batch: Batch, penalties: Penalties, tokens: Array, share: float
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The loss of a part of a batch, and what it consists of.
-
-    Args:
-        model: computes it.
-        batch: the part.
-        penalties: weights of what is added.
-        tokens: float32 [], targets that count in the whole batch.
-        share: of the part in the batch, for means that are not over tokens.
-
-    Returns:
-        The loss, such that those of all parts add up to the batch's; and by name `loss` (of
-        tokens alone) and the penalties without their weights, which add up likewise.
-    """
-    start = jnp.zeros_like(batch.lengths)
-    output = model.forward(batch.inputs, None, start, batch.lengths)
-    losses = summed_loss(model, output.residual, batch.targets, batch.scored) / tokens
-    parts, total = {"loss": losses}, losses
-    if output.routing:
-        places = jnp.arange(batch.inputs.shape[1], dtype=jnp.int32)[None, :]
-        valid = places < batch.lengths[:, None]
-        own = layer_load_balancing_losses(output.routing, valid)
-        parts |= {
-            "balance": share * load_balancing_loss(output.routing, valid),
-            "layer_balance": share * sum(own.values(), jnp.float32(0)) / len(own),
-            "router_z": share * router_z_loss(output.routing, valid),
-        }
-        for name, weight in dataclasses.asdict(penalties).items():
-            if weight:
-                total = total + weight * parts[name]
-    return total, parts

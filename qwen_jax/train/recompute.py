@@ -31,4 +31,5 @@ class Recomputed(nnx.Module):
 
 def recompute_layers(model: CausalLM) -> None:
     """Wraps every decoder layer of a model."""
-    model.layers = nnx.List([Recomputed(layer) for layer in model.layers])
+    layers: Any = nnx.List([Recomputed(layer) for layer in model.layers])
+    model.layers = layers

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import REFERENCE
@@ -17,9 +18,12 @@ from pallas_kernels.dispatch import REFERENCE
 from ..errors import RequestError
 from ..model import CausalLM
 from ..pytree import pytree
+from ..sharding import of_batch, of_parameters
 from .batch import Batch
+from .dropout import drop_experts
 from .experts import make_dense
-from .losses import Penalties, loss_of_batch
+from .gradient_routing import GradientRouting, let_listen
+from .losses import NextTokens, Objective
 from .optimiser import AdamW
 from .parameters import Parameters, Skeleton, masters
 from .recompute import recompute_layers
@@ -49,16 +53,20 @@ class Training:
 
     Attributes:
         optimiser: how parameters follow gradients.
-        penalties: what is added to the loss.
+        objective: what gets smaller.
         parts: into how many parts a batch is cut whose gradients are added up, one in memory at a
             time.
+        expert_dropout: probability with which an expert is left out of a step.
+        gradient_routing: the signal to experts that are not chosen; None for none.
         recompute: whether layers keep nothing for the backward pass and are computed again.
         seed: of the random draws.
     """
 
     optimiser: AdamW = dataclasses.field(default_factory=AdamW)
-    penalties: Penalties = dataclasses.field(default_factory=Penalties)
+    objective: Objective = dataclasses.field(default_factory=NextTokens)
     parts: int = 1
+    expert_dropout: float = 0.0
+    gradient_routing: GradientRouting | None = None
     recompute: bool = True
     seed: int = 0
 
@@ -80,12 +88,19 @@ class Trainer:
             parameters that are trained are float32 beside it.
         training: what is done in a step.
         assemble: (trained, fixed) -> parameters of the model; a pure function.
+        mesh: devices that share the work (`sharding.device_mesh`); one device if None.
 
     Raises:
         RequestError: the model would run kernels.
     """
 
-    def __init__(self, model: CausalLM, training: Training, assemble: Assemble = together):
+    def __init__(
+        self,
+        model: CausalLM,
+        training: Training,
+        assemble: Assemble = together,
+        mesh: Mesh | None = None,
+    ):
         if model.config.implementation != REFERENCE:
             raise RequestError(
                 f"the model's implementation is {model.config.implementation!r}; training takes "
@@ -95,6 +110,7 @@ class Trainer:
         self.skeleton = Skeleton.of(model)
         self.training = training
         self.assemble = assemble
+        self.mesh = mesh
         self._optimiser = training.optimiser.direction()
         self._steps = jax.jit(self._run, donate_argnames=("state",))
         self._loss = jax.jit(self._held_out)
@@ -102,29 +118,37 @@ class Trainer:
     def start(self, trained: Parameters) -> TrainState:
         """The state before the first step; float32 copies are made of the parameters."""
         trained = masters(trained)
-        return TrainState(jnp.int32(0), trained, self._optimiser.init(trained))
+        return self.placed(TrainState(jnp.int32(0), trained, self._optimiser.init(trained)))
+
+    def placed(self, tree: Any) -> Any:
+        """A state, or parameters, where the mesh wants them."""
+        if self.mesh is None:
+            return tree
+        return jax.device_put(tree, of_parameters(self.mesh, tree))
 
     def steps(
-        self, state: TrainState, fixed: Parameters, batches: Batch, rates: np.ndarray
+        self, state: TrainState, fixed: Parameters, batches: Any, rates: np.ndarray
     ) -> tuple[TrainState, Metrics]:
         """Takes a step for each batch, in one compiled program.
 
         Args:
             state: it is given away, its arrays are gone afterwards.
             fixed: parameters that do not change.
-            batches: of n steps, each array with n in front.
+            batches: of n steps, as the objective takes them, each array with n in front.
             rates: float32 [n], the learning rates of the steps.
 
         Returns:
-            The state afterwards; and of each step, float32 [n], `loss` in nats a token before it,
-            the penalties without their weights, and `gradient_norm` before clipping.
+            The state afterwards; and of each step, float32 [n], the parts of the objective
+            before it and `gradient_norm` before clipping.
 
         Raises:
             RequestError: rows that cannot be cut into equal parts.
         """
-        rows, parts = batches.inputs.shape[1], self.training.parts
+        rows, parts = jax.tree.leaves(batches)[0].shape[1], self.training.parts
         if rows % parts:
             raise RequestError(f"{rows} rows cannot be cut into {parts} equal parts")
+        if self.mesh is not None:
+            batches = jax.device_put(batches, of_batch(self.mesh, batches, leading=1))
         return self._steps(state, fixed, batches, rates)
 
     def loss(self, trained: Parameters, fixed: Parameters, batch: Batch) -> Array:
@@ -136,54 +160,66 @@ class Trainer:
         return self.skeleton.filled(self.assemble(trained, fixed))
 
     def _held_out(self, trained: Parameters, fixed: Parameters, batch: Batch) -> Array:
-        model = self._prepared(trained, fixed)
-        count = jnp.sum(batch.scored.astype(jnp.float32))
-        _, found = loss_of_batch(model, batch, Penalties(), jnp.float32(1), 1.0)
-        return jnp.stack([found["loss"], count])
-
-    def _prepared(self, trained: Parameters, fixed: Parameters) -> CausalLM:
         model = self.model(trained, fixed)
         make_dense(model)
-        if self.training.recompute:
+        objective = NextTokens()
+        total, _ = objective.loss(model, batch, jnp.float32(1), 1.0)
+        return jnp.stack([total, objective.size(batch)])
+
+    def _prepared(self, trained: Parameters, fixed: Parameters, key: Array) -> CausalLM:
+        """The model as a training step computes it."""
+        model, training = self.model(trained, fixed), self.training
+        make_dense(model)
+        if training.expert_dropout:
+            drop_experts(model, key, training.expert_dropout)
+        if training.gradient_routing is not None:
+            let_listen(model, training.gradient_routing)
+        if training.recompute:
             recompute_layers(model)
         return model
 
     def _run(
-        self, state: TrainState, fixed: Parameters, batches: Batch, rates: Array
+        self, state: TrainState, fixed: Parameters, batches: Any, rates: Array
     ) -> tuple[TrainState, Metrics]:
-        def one(state: TrainState, inputs: tuple[Batch, Array]) -> tuple[TrainState, Metrics]:
+        def one(state: TrainState, inputs: tuple[Any, Array]) -> tuple[TrainState, Metrics]:
             return self._step(state, fixed, *inputs)
 
         return jax.lax.scan(one, state, (batches, rates))
 
     def _step(
-        self, state: TrainState, fixed: Parameters, batch: Batch, rate: Array
+        self, state: TrainState, fixed: Parameters, batch: Any, rate: Array
     ) -> tuple[TrainState, Metrics]:
         slopes, found = self._gradients(state, fixed, batch)
-        ways, optimiser = self._optimiser.update(slopes, state.optimiser, state.trained)
+        found_ways = self._optimiser.update(slopes, state.optimiser, state.trained)
+        ways, optimiser = cast("tuple[Parameters, Any]", found_ways)
         trained = {name: value - rate * ways[name] for name, value in state.trained.items()}
         found = {**found, "gradient_norm": optax.global_norm(slopes)}
-        return TrainState(state.step + 1, trained, optimiser), found
+        state = TrainState(state.step + 1, trained, optimiser)
+        if self.mesh is not None:
+            state = jax.lax.with_sharding_constraint(state, of_parameters(self.mesh, state))
+        return state, found
 
     def _gradients(
-        self, state: TrainState, fixed: Parameters, batch: Batch
+        self, state: TrainState, fixed: Parameters, batch: Any
     ) -> tuple[Parameters, Metrics]:
         """Gradients of the trained parameters, added up over the parts of the batch."""
-        parts = self.training.parts
-        tokens = jnp.maximum(jnp.sum(batch.scored.astype(jnp.float32)), 1.0)
+        parts, objective = self.training.parts, self.training.objective
+        size = jnp.maximum(objective.size(batch), 1.0)
 
-        def loss(trained: Parameters, part: Batch) -> tuple[Array, Metrics]:
-            model = self._prepared(trained, fixed)
-            return loss_of_batch(model, part, self.training.penalties, tokens, 1 / parts)
+        key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
+
+        def loss(trained: Parameters, part: Any) -> tuple[Array, Metrics]:
+            model = self._prepared(trained, fixed, key)
+            return objective.loss(model, part, size, 1 / parts)
 
         slopes_of = jax.grad(loss, has_aux=True)
         if parts == 1:
             return slopes_of(state.trained, batch)
-        pieces = batch.split(parts)
+        pieces = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
         shapes = jax.eval_shape(slopes_of, state.trained, jax.tree.map(lambda x: x[0], pieces))
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def add(total: Any, part: Batch) -> tuple[Any, None]:
+        def add(total: Any, part: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, slopes_of(state.trained, part)), None
 
         return jax.lax.scan(add, nothing, pieces)[0]
