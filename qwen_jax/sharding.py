@@ -69,7 +69,7 @@ def sharding(
 
 
 def of_parameters(mesh: Mesh, tree: Any) -> Any:
-    """Shardings of a tree, in which arrays under a dict's key belong to the parameter of that name."""
+    """Shardings of a tree; arrays under a key of a dict belong to the parameter of that name."""
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]

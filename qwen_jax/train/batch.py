@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Array
 
@@ -10,7 +12,7 @@ from ..pytree import pytree
 
 @pytree
 class Batch:
-    """Rows of tokens and what follows each of them.
+    """Rows of tokens and what follows each of them, on the host or on a device.
 
     Attributes:
         inputs: int32 [B, T].
@@ -19,16 +21,16 @@ class Batch:
         scored: bool [B, T], which targets count in the loss; none of padding does.
     """
 
-    inputs: Array | np.ndarray
-    targets: Array | np.ndarray
-    lengths: Array | np.ndarray
-    scored: Array | np.ndarray
+    inputs: Array
+    targets: Array
+    lengths: Array
+    scored: Array
 
     @classmethod
     def of_windows(cls, windows: np.ndarray) -> Batch:
         """Windows [..., B, T + 1] without padding: every token but the first is a target."""
         inputs, targets = windows[..., :-1], windows[..., 1:]
-        lengths = np.full(inputs.shape[:-1], inputs.shape[-1], np.int32)
-        return cls(
-            inputs.astype(np.int32), targets.astype(np.int32), lengths, np.ones(inputs.shape, bool)
-        )
+        lengths = np.full(inputs.shape[:-1], inputs.shape[-1])
+        ids: list[Any] = [x.astype(np.int32) for x in (inputs, targets, lengths)]
+        every: Any = np.ones(inputs.shape, bool)
+        return cls(*ids, every)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,8 @@ def _rows(both: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> B
         tokens[row, :length] = [*prompt, *answer]
         scored[row, len(prompt) - 1 : length - 1] = True
         lengths[row] = length - 1
-    return Batch(tokens[:, :-1], tokens[:, 1:], lengths, scored)
+    arrays: tuple[Any, ...] = (tokens[:, :-1], tokens[:, 1:], lengths, scored)
+    return Batch(*arrays)
 
 
 def margins(model: CausalLM, chosen: Batch, rejected: Batch) -> Float[Array, " B"]:
