@@ -35,6 +35,7 @@ from qwen_jax.train import (
     Trainer,
     Training,
     TrainState,
+    held_out_batches,
     joined,
     parameters_of,
     split,
@@ -70,7 +71,7 @@ def main() -> None:
         ),
     )
     data = Data(train, asked.rows, asked.window, asked.seed)
-    watched = windows(held_out, asked.window, 128 * 512 // asked.window)
+    watched = held_out_batches(held_out, max(1, 2**16 // asked.window), asked.window)
     parameters, steps = descend(trainer, data, watched, asked, begin)
     folder = Path(asked.out) / "model"
     write_new(config, stored(parameters, config), folder, tokenizer=DEMO)
@@ -193,16 +194,6 @@ def encoded(pieces: list[str]) -> list[np.ndarray]:
     tokenizer = Tokenizer.from_folder(DEMO)
     assert tokenizer is not None
     return [np.array(tokenizer.encode(piece), np.int32) for piece in pieces]
-
-
-def windows(tokens: np.ndarray, window: int, rows: int) -> list[Batch]:
-    """Batches of windows that each stand alone."""
-    count = (len(tokens) - 1) // window
-    rows = min(rows, count)
-    count = count // rows * rows
-    starts = window * np.arange(count)
-    cut = tokens[starts[:, None] + np.arange(window + 1)]
-    return [Batch.of_windows(cut[i : i + rows]) for i in range(0, count, rows)]
 
 
 def stored(parameters: dict, config: QwenConfig) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Training: losses, compiled steps, data, checkpoints. Needs the `train` extra."""
 
 from .batch import Batch
-from .data import Data, joined
+from .data import Data, held_out_batches, joined
 from .losses import NextTokens
 from .optimiser import AdamW
 from .parameters import Skeleton, Split, parameters_of, split
@@ -19,6 +19,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "Training",
+    "held_out_batches",
     "joined",
     "parameters_of",
     "split",

@@ -31,6 +31,6 @@ class Batch:
         """Windows [..., B, T + 1] without padding: every token but the first is a target."""
         inputs, targets = windows[..., :-1], windows[..., 1:]
         lengths = np.full(inputs.shape[:-1], inputs.shape[-1])
-        ids: list[Any] = [x.astype(np.int32) for x in (inputs, targets, lengths)]
-        every: Any = np.ones(inputs.shape, bool)
-        return cls(*ids, every)
+        ids = (x.astype(np.int32) for x in (inputs, targets, lengths))
+        arrays: tuple[Any, ...] = (*ids, np.ones(inputs.shape, bool))
+        return cls(*arrays)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from ..errors import RequestError
@@ -94,3 +96,30 @@ def joined(documents: Sequence[np.ndarray], separator: int | None) -> np.ndarray
     between = [] if separator is None else [np.array([separator], np.int32)]
     parts = [part for document in documents for part in (document.astype(np.int32), *between)]
     return np.concatenate(parts[: len(parts) - len(between)])
+
+
+def held_out_batches(tokens: np.ndarray, rows: int, window: int) -> list[Batch]:
+    """All windows of a text that stand alone, each target once, in batches of one shape.
+
+    Args:
+        tokens: int32 [N]; what is left behind the last whole window is not looked at.
+        rows: windows of a batch; in the last one some may be empty.
+        window: inputs of a window.
+
+    Raises:
+        RequestError: less than one window.
+    """
+    count = (len(tokens) - 1) // window
+    if count < 1:
+        raise RequestError(
+            f"the held-out text has {len(tokens)} tokens; a window of {window} needs {window + 1}"
+        )
+    rows = min(rows, count)
+    starts = np.minimum(np.arange(-(-count // rows) * rows), count - 1) * window
+    whole = Batch.of_windows(tokens[starts[:, None] + np.arange(window + 1)[None, :]])
+    real = np.arange(len(starts)) < count
+    scored: Any = np.asarray(whole.scored) & real[:, None]
+    whole = dataclasses.replace(whole, scored=scored)
+    return [
+        jax.tree.map(lambda x, i=i: x[i : i + rows], whole) for i in range(0, len(starts), rows)
+    ]
