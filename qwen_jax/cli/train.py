@@ -213,8 +213,9 @@ def _go(
         bar = stack.enter_context(step_bar(notes, run.schedule.steps, int(state.step)))
 
         def tell(step: int, figures: Any) -> None:
-            newest.update({name: float(values[-1]) for name, values in figures.items()})
-            bar(step, figures)
+            last = {name: float(values[-1]) for name, values in figures.items()}
+            newest.update(last)
+            bar(step, last)
 
         return run.go(state, checkpoints=saved, metrics=file, tell=tell), newest
 

@@ -172,7 +172,7 @@ def shape_of(name: str) -> QwenConfig:
 @contextmanager
 def step_bar(
     notes: Notes, steps: int, done: int
-) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
+) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """A bar that is told the steps taken and their newest figures; lines where there is no bar."""
     import sys
 
@@ -197,7 +197,7 @@ def step_bar(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("training", total=steps, completed=done)
 
-        def tell(step: int, figures: Mapping[str, Any]) -> None:
+        def tell(step: int, figures: Mapping[str, float]) -> None:
             bar.update(task, completed=step, description=described(figures))
             if "held_out" in figures:
                 notes(f"step {step}: {described(figures)}")
@@ -210,7 +210,7 @@ class _Lines:
         self._notes, self._steps, self._done = notes, steps, done
         self._begin = self._last = time.monotonic()
 
-    def tell(self, step: int, figures: Mapping[str, Any]) -> None:
+    def tell(self, step: int, figures: Mapping[str, float]) -> None:
         now = time.monotonic()
         if now < self._last + _LINES_APART and "held_out" not in figures and step < self._steps:
             return
@@ -219,9 +219,9 @@ class _Lines:
         self._notes(f"step {step} of {self._steps}: {described(figures)}, {duration(left)} to go")
 
 
-def described(figures: Mapping[str, Any]) -> str:
-    """The newest figures for a reader."""
+def described(figures: Mapping[str, float]) -> str:
+    """Figures for a reader."""
     names = {"loss": "loss", "held_out": "held out", "balance": "balance"}
     return ", ".join(
-        f"{text} {float(figures[name][-1]):.4f}" for name, text in names.items() if name in figures
+        f"{text} {figures[name]:.4f}" for name, text in names.items() if name in figures
     )
