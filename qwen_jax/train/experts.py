@@ -1,9 +1,9 @@
 """Experts for the backward pass: every expert on every token, without sorting or loops.
 
 The reference of `expert_dispatch` works through tiles of one expert in a scan, so that memory stays
-small. Its gradient adds a whole stack of zeros and one matrix for each tile. Where a token uses a
-good part of the experts, two dense products over all of them are several times faster, forwards and
-backwards, and they split over a mesh of devices as they are.
+small. Its gradient adds a whole stack of zeros and one matrix for each tile, step after step. Where
+a token uses a good part of the experts, two dense products over all of them cost no more than that,
+spare a GPU many small steps, and split over a mesh of devices as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..model import CausalLM, Routing
 from ..model.moe import Experts, SparseMoE
 from ..quant import QTensor
 
-# Dense products do E / A times the work of the chosen experts; up to here they are faster.
+# Dense products do E / A times the work of the chosen experts.
 MOST_EXPERTS_A_SLOT = 8
 
 

@@ -34,21 +34,29 @@ def test_nothing_changes_at_first(parameters):
         np.testing.assert_array_equal(value, parameters[name])
 
 
-def test_the_merged_matrix_is_the_formula(trained, parameters):
-    _, state, found = trained
-    merged = LORA.merged(state.trained, parameters)
+def test_the_merged_matrix_is_the_formula(parameters):
+    random, thin = np.random.default_rng(0), LORA.start(parameters, jax.random.key(1))
+    thin = {name: random.normal(size=x.shape).astype(np.float32) for name, x in thin.items()}
+    merged = LORA.merged(thin, parameters)
     for path in ("layers.0.self_attn.q_proj.weight", "layers.0.mlp.experts.down_proj"):
-        down = np.asarray(state.trained[f"{path}.lora_A"], np.float64)
-        up = np.asarray(state.trained[f"{path}.lora_B"], np.float64)
-        assert np.abs(up).max() > 1e-3
+        up, down = (thin[f"{path}.lora_{part}"].astype(np.float64) for part in "BA")
         wanted = np.asarray(parameters[path], np.float64) + 6.0 / 2 * up @ down
-        np.testing.assert_allclose(merged[path], wanted, atol=1e-6)
-    same = merged.keys() - {name.rsplit(".", 1)[0] for name in state.trained}
+        np.testing.assert_allclose(merged[path], wanted, atol=1e-5)
+    same = merged.keys() - {name.rsplit(".", 1)[0] for name in thin}
     assert all(merged[name] is parameters[name] for name in same)
     assert len(same) == len(parameters) - 4
+
+
+@pytest.mark.slow
+def test_thin_matrices_learn(trained):
+    _, state, found = trained
     assert found["loss"][1] < found["loss"][0]
+    for name, value in state.trained.items():
+        # B leaves zero in the first step, and A moves from the second on.
+        assert float(abs(value).max()) > 1e-3, name
 
 
+@pytest.mark.slow
 def test_the_merged_model_has_the_loss_of_the_trained_one(trained, plain, parameters, batch):
     trainer, state, _ = trained
     merged = LORA.merged(state.trained, parameters)

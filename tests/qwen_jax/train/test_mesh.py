@@ -1,4 +1,4 @@
-"""Four devices take the steps that one takes. They are made of one CPU, in a process of their own."""
+"""Four devices take the steps of one. They are made of a CPU, in a process of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for name, mesh in {"one": None, "four": device_mesh(2, 2)}.items():
     stack = state.trained["layers.0.mlp.experts.down_proj"]
     found[name] = {
         "figures": {key: value.tolist() for key, value in figures.items()},
-        "gradients": {key: np.asarray(value).tolist() for key, value in state.optimiser[1].mu.items()},
+        "gradients": {key: np.asarray(x).tolist() for key, x in state.optimiser[1].mu.items()},
         "devices": len(stack.sharding.device_set),
         "shard": list(stack.addressable_shards[0].data.shape),
         "moment": list(state.optimiser[1].nu["layers.0.mlp.experts.down_proj"]
@@ -65,6 +65,7 @@ def found() -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_one_device(found):
     for name, values in found["one"]["figures"].items():
         assert found["four"]["figures"][name] == pytest.approx(values, rel=1e-4), name
@@ -72,12 +73,14 @@ def test_losses_and_gradients_are_those_of_one_device(found):
         np.testing.assert_allclose(found["four"]["gradients"][name], mean, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_and_their_moments_lie_apart(found):
     assert (found["one"]["devices"], found["one"]["shard"]) == (1, [6, 32, 16])
     assert (found["four"]["devices"], found["four"]["shard"]) == (4, [3, 32, 16])
     assert found["four"]["moment"] == [3, 32, 16]
 
 
+@pytest.mark.slow
 def test_experts_that_cannot_be_shared_evenly(found):
     assert "6 experts, which 4 devices of the mesh's axis 'expert'" in found["refused"]
 

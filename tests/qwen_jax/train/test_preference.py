@@ -45,6 +45,7 @@ def pairs(log_odds) -> Pairs:
     return Pairs(*rows_of(PREFERENCES, 8), margin)
 
 
+@pytest.mark.slow
 def test_a_step_and_its_loss(skeleton, parameters, pairs, log_odds):
     trainer = Trainer(
         skeleton, Training(AdamW(decay=0.0), objective=DirectPreference(BETA), recompute=False)

@@ -35,6 +35,13 @@ def run(skeleton, parameters, batch) -> Run:
     )
 
 
+def test_only_what_is_trained_is_in_the_state(run, beginning):
+    trained = beginning().trained
+    assert set(trained) | set(run.fixed) == {name for name, _ in run.trainer.skeleton.dtypes}
+    assert not set(trained) & set(run.fixed)
+    assert "layers.0.mlp.gate.weight" in trained
+
+
 class Interrupted(Exception):
     """Raised in the middle of a run."""
 
@@ -89,6 +96,7 @@ def test_an_interrupted_run_ends_bit_for_bit_where_the_other_did(run, beginning,
     assert [line["step"] for line in figures] == [1, 2, 3, 4, 5, 6]
     assert [line["held_out"] is None for line in figures] == [True, False] * 3
     assert {"loss", "balance", "gradient_norm", "rate"} <= figures[0].keys()
+    assert figures[-1]["held_out"] < figures[1]["held_out"]
 
 
 def test_the_newest_two_are_kept(whole):

@@ -103,17 +103,7 @@ def test_parts_of_a_batch_and_several_steps_add_up(skeleton, parameters, batch, 
         np.testing.assert_allclose(mean, second.optimiser[1].mu[name], atol=2e-6)
 
 
-def test_only_what_is_trained_moves(skeleton, parameters, batch, slopes):
-    parts = split(parameters, ["*.mlp.gate.*"])
-    assert sorted(parts.trained) == ["layers.0.mlp.gate.weight"]
-    trainer = Trainer(skeleton, Training(AdamW(decay=0.0, clip=1e9)))
-    state = trainer.start(parts.trained)
-    state, _ = trainer.steps(state, parts.fixed, stacked(batch), np.ones(1, np.float32))
-    assert state.trained.keys() == parts.trained.keys()
-    for name, mean in state.optimiser[1].mu.items():
-        np.testing.assert_allclose(mean, 0.1 * slopes[name], atol=1e-6)
-
-
+@pytest.mark.slow
 def test_bfloat16_computes_and_float32_remembers(skeleton, parameters, batch, slopes):
     config = dataclasses.replace(skeleton.config, dtype="bfloat16")
     trainer = Trainer(CausalLM(config), Training())
