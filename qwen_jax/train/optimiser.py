@@ -9,13 +9,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import optax
 
 from ..errors import RequestError
 from .parameters import Parameters
+
+if TYPE_CHECKING:
+    import optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,15 @@ class AdamW:
                 raise RequestError(f"{name} is {getattr(self, name)}; accepted is {what}")
 
     def direction(self) -> optax.GradientTransformation:
-        """Gradients to what is added to the parameters at a rate of -1, over flat dicts."""
+        """Gradients to what is added to the parameters at a rate of -1, over flat dicts.
+
+        Raises:
+            RequestError: optax is not installed.
+        """
+        try:
+            import optax
+        except ImportError:
+            raise RequestError("training needs optax: install qwen-jax[train]") from None
         chain = optax.chain(
             optax.clip_by_global_norm(self.clip),
             optax.scale_by_adam(b1=self.momentum, b2=self.spread),
