@@ -14,6 +14,7 @@ VERBS = {
     "quantize": "Write a model in codes of 3, 4 or 8 bits.",
     "distill": "Fit the codes of a model to what the float model predicts.",
     "export": "Write a model in the Hugging Face layout.",
+    "train": "Train a model on text, or go on training one.",
     "diff": "Compare two model folders tensor by tensor.",
     "perplexity": "Say how well a model predicts text.",
     "divergence": "Say how far a model's predictions are from a base's.",

@@ -1,0 +1,227 @@
+"""Flags of `qwen-jax train`, and the parts of a run that they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from ..config import QwenConfig
+from ..configuration.presets import PRESET_NAMES
+from ..errors import RequestError
+from .console import Notes, duration
+from .options import MaybeFloat, MaybeWhole, Texts, Whole
+
+if TYPE_CHECKING:
+    from ..train import Schedule, Training
+    from ..train.lora import Lora
+
+_LINES_APART = 10.0
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescentFlags:
+    """How the model follows its gradients.
+
+    Attributes:
+        steps: how many there are.
+        batch_size: windows of text in one step.
+        accumulate: cut each batch into so many parts, one in memory at a time.
+        window: tokens of a window.
+        learning_rate: the largest (Adam's with decay of weights).
+        warmup: steps in which it rises from nothing; then it falls along a cosine.
+        final_rate: share of it that is left at the end.
+        weight_decay: of matrices.
+        clip: longest gradient; longer ones are shortened to it.
+        seed: of first weights, order of text, and experts that are dropped.
+    """
+
+    steps: Whole = 200
+    batch_size: Whole = 8
+    accumulate: Whole = 1
+    window: Whole = 512
+    learning_rate: Annotated[float, Parameter(alias="--lr")] = 1e-3
+    warmup: Whole = 20
+    final_rate: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: Whole = 0
+
+    def schedule(self) -> Schedule:
+        """The rates of a run."""
+        from ..train import Schedule
+
+        return Schedule(self.steps, self.learning_rate, self.warmup, self.final_rate)
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterFlags:
+    """What is asked of routers and experts beside the text.
+
+    Attributes:
+        balance: weight of the pooled load-balancing loss; by default the configuration's
+            router_aux_loss_coef.
+        layer_balance: weight of each layer's own.
+        router_z: weight of the router z-loss.
+        expert_dropout: probability with which an expert is left out of a step.
+        gradient_routing: strength of a signal to experts that were not chosen, at most 0.01 a
+            token; 0 for none.
+    """
+
+    balance: MaybeFloat = None
+    layer_balance: float = 0.0
+    router_z: float = 0.0
+    expert_dropout: float = 0.0
+    gradient_routing: float = 0.0
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScopeFlags:
+    """Which parameters change; all of them by default.
+
+    Attributes:
+        only: patterns of tree paths, such as "*.mlp.gate.*" for the routers; may be repeated.
+        lora_rank: train a product of this rank beside each matrix in place of the matrices.
+        lora_alpha: the product counts lora_alpha / lora_rank times (16 by default).
+        lora_targets: patterns of the matrices' tree paths; by default all projections and experts.
+    """
+
+    only: Texts = ()
+    lora_rank: MaybeWhole = None
+    lora_alpha: MaybeFloat = None
+    lora_targets: Texts = ()
+
+    def lora(self) -> Lora | None:
+        """The thin matrices, if any.
+
+        Raises:
+            RequestError: flags that contradict each other, or numbers outside their range.
+        """
+        from ..train.lora import Lora
+
+        if self.lora_rank is None:
+            if self.lora_alpha is not None or self.lora_targets:
+                raise RequestError(
+                    "--lora-alpha and --lora-targets mean nothing without --lora-rank"
+                )
+            return None
+        if self.only:
+            raise RequestError("--only and --lora-rank exclude each other; give --lora-targets")
+        given: dict[str, Any] = {"targets": self.lora_targets} if self.lora_targets else {}
+        alpha = 16.0 if self.lora_alpha is None else self.lora_alpha
+        return Lora(rank=self.lora_rank, alpha=alpha, **given)
+
+
+def training_of(
+    descent: DescentFlags, routers: RouterFlags, config: QwenConfig, *, recompute: bool
+) -> Training:
+    """What is done in a step.
+
+    Raises:
+        RequestError: a number outside its range, or one about routers for a dense model.
+    """
+    from ..train import AdamW, NextTokens, Training
+    from ..train.gradient_routing import GradientRouting
+
+    named = dataclasses.asdict(routers)
+    if not config.is_moe and (given := [name for name, value in named.items() if value]):
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise RequestError(f"{flags}: the model is dense and has no routers; leave it out")
+    balance = routers.balance
+    if balance is None:
+        balance = config.router_aux_loss_coef if config.is_moe else 0.0
+    strength = routers.gradient_routing
+    if not 0 <= routers.expert_dropout < 1:
+        raise RequestError(f"--expert-dropout is {routers.expert_dropout}; accepted is 0 up to 1")
+    return Training(
+        AdamW(descent.weight_decay, descent.clip),
+        NextTokens(balance, routers.layer_balance, routers.router_z),
+        parts=descent.accumulate,
+        expert_dropout=routers.expert_dropout,
+        gradient_routing=GradientRouting(strength) if strength else None,
+        recompute=recompute,
+        seed=descent.seed,
+    )
+
+
+def shape_of(name: str) -> QwenConfig:
+    """The configuration that a model with new weights is made of.
+
+    Args:
+        name: a preset, a `config.json`, a folder with one, or "demo".
+
+    Raises:
+        ConfigError: it is malformed or not implemented.
+        CheckpointError: there is no such folder.
+    """
+    from ..loading import find_folder
+
+    if name.lower() in PRESET_NAMES and not Path(name).exists():
+        return QwenConfig.preset(name)
+    return QwenConfig.from_hf(name if Path(name).is_file() else find_folder(name))
+
+
+@contextmanager
+def step_bar(
+    notes: Notes, steps: int, done: int
+) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """A bar that is told the steps taken and their newest figures; lines where there is no bar."""
+    import sys
+
+    if notes.quiet or not sys.stderr.isatty():
+        yield _Lines(notes, steps, done).tell
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("training", total=steps, completed=done)
+
+        def tell(step: int, figures: Mapping[str, float]) -> None:
+            bar.update(task, completed=step, description=described(figures))
+            if "held_out" in figures:
+                notes(f"step {step}: {described(figures)}")
+
+        yield tell
+
+
+class _Lines:
+    def __init__(self, notes: Notes, steps: int, done: int) -> None:
+        self._notes, self._steps, self._done = notes, steps, done
+        self._begin = self._last = time.monotonic()
+
+    def tell(self, step: int, figures: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        if now < self._last + _LINES_APART and "held_out" not in figures and step < self._steps:
+            return
+        self._last = now
+        left = (now - self._begin) * (self._steps - step) / max(step - self._done, 1)
+        self._notes(f"step {step} of {self._steps}: {described(figures)}, {duration(left)} to go")
+
+
+def described(figures: Mapping[str, float]) -> str:
+    """Figures for a reader."""
+    names = {"loss": "loss", "held_out": "held out", "balance": "balance"}
+    return ", ".join(
+        f"{text} {figures[name]:.4f}" for name, text in names.items() if name in figures
+    )

@@ -1,0 +1,127 @@
+"""`train` as a person uses it: plans, refusals, and a model from its first weights to a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qwen_jax
+from qwen_jax.train import parameters_of
+from tests.qwen_jax.cli.conftest import Outcome
+
+SHAPE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "intermediate_size": 8,
+    "max_position_embeddings": 64,
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "eos_token_id": 60,
+    "dtype": "float32",
+}
+FEW = {"--steps": "2", "--batch-size": "2", "--window": "8", "--warmup": "0"}
+
+Train = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a shape, and a text that repeats itself."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    np.save(folder / "text.npy", np.tile(np.arange(20, dtype=np.uint16), 10))
+    return folder
+
+
+@pytest.fixture
+def train(run, place) -> Train:
+    """Runs `train`, on the shape if no other model is named, and on the text."""
+
+    def train(*arguments: str, model: Path = place / "config.json") -> Outcome:
+        few = [part for flag in FEW.items() if flag[0] not in arguments for part in flag]
+        return run("train", str(model), *arguments, "--text", str(place / "text.npy"), *few)
+
+    return train
+
+
+@pytest.mark.filterwarnings("ignore:.*is missing:UserWarning")
+def test_a_new_model_then_its_routers(train, place, tmp_path):
+    first, second = tmp_path / "new", tmp_path / "routers"
+    watched = ("--held-out", str(place / "text.npy"), "--metrics", str(tmp_path / "m.jsonl"))
+    outcome = train(str(first), "--weights", "new", "--json", *watched)
+    assert outcome.code == 0, outcome.err
+    assert "step 2 of 2: loss" in outcome.err
+    report = json.loads(outcome.out)
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[1]["loss"] == pytest.approx(report["loss"])
+    assert lines[1]["held_out"] < lines[0]["loss"]
+
+    only = ("--only", "*.mlp.gate.*", "--checkpoints", str(tmp_path / "saved"), "-q")
+    outcome = train(str(second), *only, model=first)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "after 2 steps" in outcome.out
+    before, after = (parameters_of(qwen_jax.load(folder)[0]) for folder in (first, second))
+    moved = [name for name in before if not np.array_equal(before[name], after[name])]
+    assert moved == ["layers.0.mlp.gate.weight"]
+    outcome = train(str(tmp_path / "third"), *only, model=first)
+    assert outcome.code == 2
+    assert "--resume goes on with it" in outcome.err
+
+
+def test_a_plan(train):
+    outcome = train("--weights", "new", "--dry-run", "--json", "--lora-rank", "2")
+    assert outcome.code == 0, outcome.err
+    plan = json.loads(outcome.out)
+    # q, k, v, o, then two stacks of 4 experts: rank x (outputs + inputs) each.
+    thin = 2 * (32 + 24 + 24 + 32) + 4 * 2 * (32 + 24)
+    assert plan["trained"] == f"{thin:,} parameters"
+    assert plan["run"] == "2 steps of 2 windows: 0.17 epochs"
+    assert plan["text"] == "200 tokens, 24 windows of 8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no destination"),
+        (("OUT", "--resume"), "--resume needs --checkpoints"),
+        (("OUT", "--steps", "0"), "steps is 0"),
+        (("OUT", "--lr", "-1"), "rate is -1"),
+        (("OUT", "--balance", "-1"), "balance is -1"),
+        (("OUT", "--expert-dropout", "1.5"), "--expert-dropout is 1.5"),
+        (("OUT", "--gradient-routing", "3"), "strength is 3"),
+        (("OUT", "--window", "65"), "--window is 65, but the model's context is 64"),
+        (("OUT", "--held-out", "none.txt"), "none.txt cannot be read"),
+        (("OUT", "--lora-alpha", "2"), "without --lora-rank"),
+        (("OUT", "--lora-rank", "2", "--only", "*"), "exclude each other"),
+        (("OUT", "--data-devices", "64"), "a mesh of 64 x 1"),
+        (("OUT", "--only", "*.gates.*"), "no parameter matches"),
+        (("OUT", "--tokenizer", "nowhere"), "nowhere does not exist"),
+    ],
+)
+def test_refused_before_any_work(train, tmp_path, arguments, message):
+    named = [str(tmp_path / "out") if each == "OUT" else each for each in arguments]
+    outcome = train(*named, "--weights", "new")
+    assert outcome.code == (1 if "nowhere" in arguments else 2)
+    assert message in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shape_has_no_weights_of_its_own(run, tmp_path, place):
+    outcome = run("train", "qwen3-30b-a3b", str(tmp_path / "x"), "--text", str(place / "text.npy"))
+    assert outcome.code == 1
+    assert "qwen3-30b-a3b does not exist" in outcome.err
