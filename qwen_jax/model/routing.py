@@ -4,7 +4,7 @@ Statistics and further routers live in `qwen_jax.research`.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -65,6 +65,7 @@ class RouterContext:
     intervention: "LayerIntervention | None" = None
 
 
+@runtime_checkable
 class Router(Protocol):
     """Anything that chooses experts: `router(x, context) -> Routing`, pure and jittable.
 

@@ -36,19 +36,19 @@ def _check_at(intervention: Intervention, position: int) -> None:
     limit = np.where(_at(intervention.limit, position), intervention.limit.values, 0)
     taken = np.where(limit == 0, intervention.own, limit)
     left, wanted = (~banned).sum(axis=-1), forced.sum(axis=-1)
-    for index, row in np.argwhere(left < taken)[:1]:
+    for index, row in np.argwhere(left < taken)[:1].tolist():
         raise RequestError(
             f"the intervention leaves {left[index, row]} experts of {banned.shape[-1]} in "
             f"{_place(intervention, index, row, position)}, where a token takes "
             f"{taken[index, row]}; ban fewer, or lower k with experts_per_token first"
         )
-    for index, row in np.argwhere(wanted > taken)[:1]:
+    for index, row in np.argwhere(wanted > taken)[:1].tolist():
         raise RequestError(
             f"the intervention forces {wanted[index, row]} experts in "
             f"{_place(intervention, index, row, position)}, where a token takes "
             f"{taken[index, row]}; force fewer, or raise k with experts_per_token first"
         )
-    for index, row, expert in np.argwhere(banned & forced)[:1]:
+    for index, row, expert in np.argwhere(banned & forced)[:1].tolist():
         raise RequestError(
             f"expert {expert} is both banned and forced in "
             f"{_place(intervention, index, row, position)}"

@@ -190,9 +190,9 @@ def test_twenty_interventions_are_one_program(tiny, tokens):
         *(change.ban(tiny, [expert], layers=[expert % 2]) for expert in range(E)),
         *(change.force(tiny, [2], positions=(first, None)) for first in range(3)),
         *(change.add_bias(tiny, random.standard_normal(E)) for _ in range(3)),
-        *(change.scale_weights(tiny, {4: factor}) for factor in (0, 2)),
-        *(change.temperature(tiny, value, positions=(0, 4)) for value in (0.5, 2, 4)),
-        *(change.shared_expert(tiny, strength) for strength in (0, 0.6)),
+        *(change.scale_weights(tiny, {4: factor}) for factor in (0.0, 2.0)),
+        *(change.temperature(tiny, value, positions=(0, 4)) for value in (0.5, 2.0, 4.0)),
+        *(change.shared_expert(tiny, strength) for strength in (0.0, 0.6)),
         change.experts_per_token(tiny, 1),
     ]
     for one in given:

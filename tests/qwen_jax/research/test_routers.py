@@ -336,8 +336,8 @@ def test_by_name(tiny):
         routers.with_router(tiny, name, **settings)
     for name, settings, message in (
         ("gumbel", {}, "router is 'gumbel'; accepted are softmax"),
-        ("mass", {"share": 1}, "unexpected keyword argument 'share'"),
-        ("mass", {"mass": 2}, "mass is 2; accepted"),
+        ("mass", {"mass": 0.5, "share": 1}, "unexpected keyword argument 'share'"),
+        ("mass", {"mass": 2.0}, "mass is 2.0; accepted"),
         ("capacity", {"capacity": 0}, "capacity is 0; accepted"),
     ):
         with pytest.raises(RequestError, match=message):
