@@ -16,7 +16,7 @@ from qwen_jax.cli import guarded
 from qwen_jax.cli.environment import prepare_environment
 
 ROOT = Path(__file__).parents[3]
-VERBS = ("generate", "chat", "inspect", "bench", "perplexity", "divergence", "evaluate")
+VERBS = ("generate", "chat", "inspect", "bench", "perplexity", "divergence", "evaluate", "train")
 COMMAND = (sys.executable, "-m", "qwen_jax.cli")
 
 
