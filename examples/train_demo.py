@@ -126,9 +126,9 @@ def descend(
     while step < schedule.steps:
         rates = schedule.rates(step, at_once)
         state, found = trainer.steps(state, {}, data.batches(step, at_once), rates)
+        found = jax.device_get(found)  # waits: calls must not run ahead of the clock
         step += at_once
         if step == TIMED_CALLS * at_once:
-            jax.block_until_ready(state)
             a_step = (time.monotonic() - timed) / (step - at_once)
             left = begin + asked.seconds - time.monotonic() - SECONDS_AFTERWARDS
             fit = max(step + at_once, step + int(left / a_step))
