@@ -66,6 +66,7 @@ def main() -> None:
         Training(
             AdamW(decay=asked.decay),
             NextTokens(balance=config.router_aux_loss_coef, router_z=asked.z),
+            expert_dropout=asked.expert_dropout,
             recompute=False,
             seed=asked.seed,
         ),
@@ -85,7 +86,8 @@ def main() -> None:
             result["eval_nll_all"] = nll(folder, ids, len(ids) // EVAL_WINDOW)
             result["eval_nll_all_demo"] = nll(DEMO, ids, len(ids) // EVAL_WINDOW)
     (Path(asked.out) / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1), flush=True)
+    compare_with_transformers(folder, held_out[:200])
 
 
 def arguments() -> argparse.Namespace:
@@ -103,6 +105,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--decay", type=float, default=0.2)
     parser.add_argument("--z", type=float, default=1e-4, help="weight of the router z-loss")
+    parser.add_argument("--expert-dropout", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16", help="of the computation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=8, help="that make tokens of text")
@@ -123,9 +126,9 @@ def descend(
     while step < schedule.steps:
         rates = schedule.rates(step, at_once)
         state, found = trainer.steps(state, {}, data.batches(step, at_once), rates)
+        found = jax.device_get(found)  # waits: calls must not run ahead of the clock
         step += at_once
         if step == TIMED_CALLS * at_once:
-            jax.block_until_ready(state)
             a_step = (time.monotonic() - timed) / (step - at_once)
             left = begin + asked.seconds - time.monotonic() - SECONDS_AFTERWARDS
             fit = max(step + at_once, step + int(left / a_step))
@@ -216,6 +219,32 @@ def nll(folder: Path, ids: np.ndarray, count: int) -> float:
             chosen = np.take_along_axis(np.asarray(odds), part[:, 1:, None], axis=-1)[..., 0]
             found.append(-chosen[: count - row])
     return float(np.concatenate(found).astype(np.float64).mean())
+
+
+def compare_with_transformers(folder: Path, ids: np.ndarray) -> None:
+    """Says how far the logits that transformers computes with the folder are from ours."""
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        print("transformers is not installed: not compared with it")
+        return
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(ids[None].astype(np.int64))).logits.numpy()
+    model, _ = qwen_jax.load(folder, dtype="float32", implementation="reference")
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(model(ids[None]).logits)
+    faults = [
+        key for kind in ("missing", "unexpected", "mismatched") for key in report[kind + "_keys"]
+    ]
+    difference = float(np.abs(found - wanted).max() / wanted.std())
+    print(
+        f"transformers {transformers.__version__}: largest difference of {len(ids)} tokens' logits "
+        f"{difference:.1e} of their standard deviation; keys that do not fit: {faults or 'none'}"
+    )
 
 
 if __name__ == "__main__":

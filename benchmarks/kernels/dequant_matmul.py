@@ -249,7 +249,7 @@ def main() -> int:
         spec = SPECS[name]
         row = check(spec)
         row |= timed(spec, results.copy)
-        piece = Piece.of(spec.arguments()[1][0], spec.rows, spec.result)
+        piece = Piece.of(arguments(spec)[1][0], spec.rows, spec.result)
         cut = heuristic(current_target().cores, piece.shape, spec.outputs)
         row["config"] = dataclasses.asdict(cut)
         if results.args.sweep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -145,6 +146,9 @@ def _refuse_places(
     given = ["--resume"] * resume + ["--save-every"] * bool(save_every)
     if given and checkpoints is None:
         raise RequestError(f"{', '.join(given)} needs --checkpoints FOLDER")
+    needed = ["optax"] + ["orbax"] * (checkpoints is not None)
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise RequestError(f"{', '.join(missing)} is not installed: install qwen-jax[train]")
     if destination is not None:
         from convert.writing import check_destination
 

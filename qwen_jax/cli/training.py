@@ -30,15 +30,15 @@ class DescentFlags:
     """How the model follows its gradients.
 
     Attributes:
-        steps: how many there are.
-        batch_size: windows of text in one step.
+        steps: how many there are (200 by default).
+        batch_size: windows of text in one step (8 by default).
         accumulate: cut each batch into so many parts, one in memory at a time.
-        window: tokens of a window.
-        learning_rate: the largest (Adam's with decay of weights).
-        warmup: steps in which it rises from nothing; then it falls along a cosine.
-        final_rate: share of it that is left at the end.
-        weight_decay: of matrices.
-        clip: longest gradient; longer ones are shortened to it.
+        window: tokens of a window (512 by default).
+        learning_rate: the largest, of AdamW (1e-3 by default).
+        warmup: steps in which it rises from nothing (20 by default); then it falls along a cosine.
+        final_rate: share of it that is left at the end (0.1 by default).
+        weight_decay: of matrices (0.1 by default).
+        clip: longest gradient; longer ones are shortened to it (1 by default).
         seed: of first weights, order of text, and experts that are dropped.
     """
 

@@ -28,27 +28,30 @@ class Skeleton:
     Attributes:
         config: the model's, whose dtype is that of the computation.
         graph: what NNX needs to put the model together.
-        dtypes: of each parameter in the computation, by tree path; None for one in codes.
+        variables: of each parameter its tree path, NNX's kind of variable, and the dtype in the
+            computation; None for what stays as it is, codes and numbers that are not floating.
     """
 
     config: QwenConfig
     graph: Any
-    dtypes: tuple[tuple[str, Any], ...]
+    variables: tuple[tuple[str, type[nnx.Variable], Any], ...]
 
     @classmethod
     def of(cls, model: CausalLM) -> Skeleton:
         """That of a model, which may hold shapes only."""
         graph, state = nnx.split(model)
-        found = ((_name(path), leaf.get_value()) for path, leaf in nnx.to_flat_state(state))
-        dtypes = ((n, None if isinstance(x, QTensor) else x.dtype) for n, x in found)
-        return cls(model.config, graph, tuple(dtypes))
+        found = [
+            (_name(path), type(leaf), leaf.get_value().dtype if _floats(leaf.get_value()) else None)
+            for path, leaf in nnx.to_flat_state(state)
+        ]
+        return cls(model.config, graph, tuple(found))
 
     def filled(self, parameters: Mapping[str, Any]) -> CausalLM:
         """The model with these parameters, each rounded to its dtype of the computation."""
         flat = []
-        for name, dtype in self.dtypes:
+        for name, kind, dtype in self.variables:
             value = parameters[name]
-            flat.append((_path(name), nnx.Param(value if dtype is None else value.astype(dtype))))
+            flat.append((_path(name), kind(value if dtype is None else value.astype(dtype))))
         return nnx.merge(self.graph, nnx.from_flat_state(flat))
 
 
@@ -73,6 +76,8 @@ def masters(parameters: Mapping[str, Array]) -> Parameters:
 def split(parameters: Parameters, patterns: Sequence[str] = ("*",)) -> Split:
     """Parts those that patterns of tree paths name from the others; routers are `*.mlp.gate.*`.
 
+    Numbers that are not floating, such as counters of a router of one's own, are never trained.
+
     Args:
         parameters: of a model.
         patterns: as in a shell: `*` stands for anything, dots included.
@@ -93,6 +98,7 @@ def split(parameters: Parameters, patterns: Sequence[str] = ("*",)) -> Split:
             f"{', '.join(coded[:3])}{' ...' * (len(coded) > 3)}: in codes, which have no gradient; "
             "train the float model, or other parameters only"
         )
+    chosen = {name for name in chosen if _floats(parameters[name])}
     return Split(
         {name: value for name, value in parameters.items() if name in chosen},
         {name: value for name, value in parameters.items() if name not in chosen},
@@ -102,6 +108,10 @@ def split(parameters: Parameters, patterns: Sequence[str] = ("*",)) -> Split:
 def count(parameters: Mapping[str, Any]) -> int:
     """How many numbers they are."""
     return sum(leaf.size for leaf in jax.tree.leaves(dict(parameters)))
+
+
+def _floats(value: Any) -> bool:
+    return not isinstance(value, QTensor) and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _name(path: tuple[Any, ...]) -> str:

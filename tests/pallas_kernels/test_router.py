@@ -146,7 +146,10 @@ def test_logits_on_a_gpu_are_products_in_float32(name):
     )
     output = router(x, weight, implementation="triton", **spec.settings())
     x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
-    np.testing.assert_allclose(output.logits, x @ weight.T, 0, 1e-6 * spec.width**0.5)
+    # A library's product may add one number after the other: 2,048 of them in float32 are off by
+    # 4e-4 at most here, and TF32 would be by 2e-2.
+    bar = 1e-6 if spec.rows <= FEW_ROWS else 1e-5
+    np.testing.assert_allclose(output.logits, x @ weight.T, 0, bar * spec.width**0.5)
     ids, weights = choice(np.asarray(output.logits), {}, **spec.settings())
     np.testing.assert_array_equal(output.ids, ids)
     np.testing.assert_allclose(output.weights, weights, 1e-5)

@@ -25,6 +25,8 @@ VERBS = (
     "divergence",
     "evaluate",
     "routing",
+    "train",
+    "tune",
 )
 COMMAND = (sys.executable, "-m", "qwen_jax.cli")
 

@@ -37,7 +37,7 @@ def run(skeleton, parameters, batch) -> Run:
 
 def test_only_what_is_trained_is_in_the_state(run, beginning):
     trained = beginning().trained
-    assert set(trained) | set(run.fixed) == {name for name, _ in run.trainer.skeleton.dtypes}
+    assert set(trained) | set(run.fixed) == {name for name, *_ in run.trainer.skeleton.variables}
     assert not set(trained) & set(run.fixed)
     assert "layers.0.mlp.gate.weight" in trained
 

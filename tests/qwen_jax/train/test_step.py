@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from qwen_jax.errors import RequestError
 from qwen_jax.model import CausalLM
@@ -120,6 +122,19 @@ def test_held_out_loss(plain, stepped, parameters, batch):
     total, count = plain.loss(parameters, {}, batch)
     assert float(count) == 26
     assert float(total) / 26 == pytest.approx(float(stepped[1]["loss"][0]), rel=1e-5)
+
+
+def test_variables_of_a_router_of_ones_own(skeleton, parameters):
+    """Kinds of variables stay; what is not floating is never trained."""
+    model = Skeleton.of(skeleton).filled(parameters)
+    gate: Any = model.layers[0].mlp.gate
+    gate.bias, gate.seen = nnx.Param(jnp.zeros(6)), nnx.Variable(jnp.zeros(6, jnp.int32))
+    found = parameters_of(model)
+    parts = split(found, ["*.mlp.gate.*"])
+    assert sorted(parts.trained) == [f"layers.0.mlp.gate.{name}" for name in ("bias", "weight")]
+    again: Any = Skeleton.of(model).filled({**parts.trained, **parts.fixed}).layers[0].mlp.gate
+    assert (type(again.bias), type(again.seen)) == (nnx.Param, nnx.Variable)
+    assert again.seen.dtype == jnp.int32
 
 
 def test_kernels_are_refused(tiny):
