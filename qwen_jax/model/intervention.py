@@ -183,10 +183,11 @@ class LayerIntervention:
         The weights of tokens with forced experts are for `reweighted` to make.
         """
         bias = self.bias + FORCING * self.forced.astype(jnp.float32)
+        # Bans need no mask of their own.
+        bias = jnp.where(self.banned, -jnp.inf, bias)
         return {
             "slots": max(own, self.slots),
             "bias": bias.reshape(-1, bias.shape[-1]),
-            "mask": ~self.banned.reshape(-1, bias.shape[-1]),
             "limit": self.most(own).reshape(-1),
             "temperature": self.temperature.reshape(-1),
         }
