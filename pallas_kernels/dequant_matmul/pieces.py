@@ -84,7 +84,7 @@ def chosen(shares: Sequence[Share], function: Callable[[Share], Any]) -> Any:
 
 def launch(
     body: Callable[..., None],
-    inputs: Sequence[Float[Array, "M _I"]],
+    inputs: Sequence[Float[Array, "_M _I"]],
     pieces: Sequence[Piece],
     outputs: Sequence[int],
     out_shape: Sequence[jax.ShapeDtypeStruct],
