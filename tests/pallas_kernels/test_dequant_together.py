@@ -63,7 +63,7 @@ def test_several_matrices_on_a_gpu(name):
     [
         (together(1), 1),
         (together(65), 4),  # arrays go to XLA
-        (together(16), 3),  # 3 bits in smaller groups take fewer inputs at once, 4 others in turn
+        (together(16), 2),  # 3 bits take inputs in another order than 4 and 8
         (together(7, ALIKE[1], *OTHERS), 1),
     ],
 )
