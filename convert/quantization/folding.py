@@ -67,9 +67,7 @@ class Fold:
         *stack, inputs = factors.shape
         tied = factors.reshape(*stack, *self.ties(inputs, config))[..., 0, :]
         rows = tied.reshape(*stack, -1)
-        return (
-            rows if self.rows != "second half" else np.concatenate([np.ones_like(rows), rows], -1)
-        )
+        return rows if self.rows != "second half" else np.concatenate([rows**0, rows], -1)
 
     def of_inputs(self, factors: np.ndarray, inputs: int, config: QwenConfig) -> np.ndarray:
         """The reverse: factors of the inputs, [*, I], from those of rows, [*, O]."""
