@@ -32,7 +32,7 @@ from .quantization.fitted import fitted_tensors
 from .quantization.packed import packed_parts
 from .quantization.report import distilled_report
 from .run import check, run, source_compared
-from .teacher import refuse_other_teacher
+from .teacher import fold_teacher, refuse_other_teacher
 from .tuning import Fit, Start
 from .writing import Written
 
@@ -77,6 +77,7 @@ def distill(
     with source_compared(plan):
         model, _ = load(plan.source, dtype="float32")
     teacher, _ = load(plan.teacher, dtype="float32")
+    fold_teacher(model, teacher, plan.report_before)
     refuse_other_teacher(model, teacher)
     fit = fit_model(
         model,

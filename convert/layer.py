@@ -36,6 +36,8 @@ from .calibrate import (
     stages,
 )
 from .methods import Solution, Solved, finished, measured, solve
+from .methods.activation_aware import Ties
+from .quantization.folding import Fold
 
 # Bytes of the largest array of a chunk of experts; about ten such arrays are alive at a time.
 CHUNK_BYTES = 1 << 30
@@ -51,6 +53,7 @@ def quantise_layer(
     windows_at_once: int = 8,
     rows_of_each: int | None = None,
     given: Mapping[str, Solved] | None = None,
+    folds: Mapping[str, Fold] | None = None,
 ) -> dict[str, Solved]:
     """Put the matrices of a layer in codes, in the order in which data flows through them.
 
@@ -67,6 +70,7 @@ def quantise_layer(
         rows_of_each: rows that each expert is calibrated with; at most all tokens. If None, twice
             as many as the router sends to an expert on average, and at least 2048.
         given: codes of all these tensors that are to be used, and reported on anew.
+        folds: the matrices whose factors of inputs are made such that `fold_solved` can fold them.
 
     Returns:
         Codes and reports by the same paths.
@@ -75,6 +79,9 @@ def quantise_layer(
         RequestError: a rule for a tensor that the layer does not have.
     """
     solved: dict[str, Solved] = {}
+    ties = {
+        path: fold.ties(at(layer, path).shape[-1], config) for path, fold in (folds or {}).items()
+    }
     tokens = hidden.shape[0] * hidden.shape[1]
     for paths in stages(layer, config):
         new: dict[str, Solved] = {}
@@ -85,14 +92,16 @@ def quantise_layer(
             )
             for name in (f"{path}.weight" for path in linears):
                 codes = None if given is None else given[name]
-                new[name] = _matrix(at(layer, name)[...], hessian, rules[name], tokens, codes)
+                weight, tied = at(layer, name)[...], ties.get(name)
+                new[name] = _matrix(weight, hessian, rules[name], tokens, codes, tied)
         for path in paths:
             chosen = {k: rules.get(f"{path}.{k}") for k in ("gate_up_proj", "down_proj")}
             if isinstance(module := at(layer, path), Experts) and any(chosen.values()):
                 data = expert_inputs(layer, config, hidden, path, windows_at_once=windows_at_once)
                 rows = rows_of_each or _rows_of_each(config, tokens)
                 codes = {k: None if given is None else given.get(f"{path}.{k}") for k in chosen}
-                found = _experts(module, data, chosen, min(rows, tokens), codes)
+                tied = ties.get(f"{path}.down_proj")
+                found = _experts(module, data, chosen, min(rows, tokens), codes, tied)
                 new |= {f"{path}.{key}": value for key, value in found.items()}
         for name, value in new.items():
             _replace(layer, name, value, rules[name])
@@ -123,15 +132,16 @@ def _matrix(
     rule: Rule,
     samples: int,
     given: Solved | None = None,
+    ties: Ties | None = None,
 ) -> Solved:
     """A matrix, as many rows at a time as device memory allows."""
     at_once = max(1, CHUNK_BYTES // (4 * weight.shape[1]))
     if rule.method == "activation-aware":
         at_once = weight.shape[0]  # all rows share an input scale
-    parts = [
-        _part(weight[start : start + at_once], hessian, rule, given, slice(start, start + at_once))
-        for start in range(0, weight.shape[0], at_once)
-    ]
+    parts = []
+    for start in range(0, weight.shape[0], at_once):
+        some = slice(start, start + at_once)
+        parts.append(_part(weight[some], hessian, rule, given, some, ties))
     return finished(parts, rule, samples=samples, rows=True)
 
 
@@ -141,6 +151,7 @@ def _experts(
     rules: Mapping[str, Rule | None],
     rows: int,
     given: Mapping[str, Solved | None],
+    ties: Ties | None,
 ) -> dict[str, Solved]:
     """Both products of all experts, some experts at a time."""
     gate_up, down = module.gate_up_proj[...], module.down_proj[...]
@@ -160,7 +171,8 @@ def _experts(
             first = part.weight(_format(rule))
         if (rule := rules["down_proj"]) is not None:
             hessian = hessian_of_rows(rows_between(chosen, first))
-            parts["down_proj"].append(_part(down[some], hessian, rule, given["down_proj"], some))
+            part = _part(down[some], hessian, rule, given["down_proj"], some, ties)
+            parts["down_proj"].append(part)
     return {
         key: finished(parts[key], rule, samples=rows, routed=routed)
         for key, rule in rules.items()
@@ -169,12 +181,17 @@ def _experts(
 
 
 def _part(
-    weight: Array | np.ndarray, hessian: Array, rule: Rule, given: Solved | None, some: slice
+    weight: Array | np.ndarray,
+    hessian: Array,
+    rule: Rule,
+    given: Solved | None,
+    some: slice,
+    ties: Ties | None = None,
 ) -> Solution:
     """Rows of a matrix, or matrices of a stack: solved, or the codes that are given."""
     weight = jnp.asarray(weight)
     if given is None:
-        return solve(weight, hessian, _format(rule), rule.method)
+        return solve(weight, hessian, _format(rule), rule.method, ties)
     codes = jax.tree.map(lambda x: jnp.asarray(x[some]), given.codes)
     scale = given.input_scale
     if scale is not None:

@@ -16,6 +16,7 @@ from qwen_jax.quant import Rule
 from .calibrate import advance, at, run
 from .layer import quantise_layer
 from .methods import Solved
+from .quantization.folding import Fold
 from .tuning import Start, fit_codes
 
 CODE_RATE, SCALE_RATE = 5e-3, 3e-3
@@ -42,6 +43,7 @@ def fit_layer(
     rules: Mapping[str, Rule],
     *,
     steps: int,
+    folds: Mapping[str, Fold] | None = None,
 ) -> dict[str, Solved]:
     """Put a layer in codes as `quantise_layer` does, then fit them to the layer's output.
 
@@ -51,6 +53,7 @@ def fit_layer(
         hidden: the residual stream in front of the layer; at least two windows. The last eighth
             of the windows is held out.
         rules: as `quantise_layer` takes them.
+        folds: as `quantise_layer` takes them.
         steps: of the fit, each on `WINDOWS_OF_STEP` windows.
 
     Returns:
@@ -58,7 +61,7 @@ def fit_layer(
     """
     weights = {path: at(layer, path)[...] for path in rules}
     target = advance(layer, config, hidden)
-    solved = quantise_layer(layer, config, hidden, rules)
+    solved = quantise_layer(layer, config, hidden, rules, folds=folds)
     if not solved:
         return solved
     formats = {path: rule.format for path, rule in rules.items() if rule.format is not None}

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from qwen_jax.checkpoint.formats import declares_codes
 from qwen_jax.checkpoint.plan import LoadPlan, plan_load
@@ -15,6 +20,7 @@ from qwen_jax.model import CausalLM
 
 from .calibrate import at
 from .model_fit import format_of, judged, start, tensors_in_codes
+from .quantization.folding import fold_of, fold_weights, folded_factors
 
 # Norm of what codes miss, over that of the weights: about twice what rounding to levels spread over
 # a group's range gives. Two models that have nothing in common are at 1.4.
@@ -60,6 +66,25 @@ def plan_teacher(folder: Path, student: LoadPlan) -> LoadPlan:
             f"{listed(differing)}; give that one"
         )
     return plan
+
+
+def fold_teacher(model: CausalLM, teacher: CausalLM, report: Mapping[str, Any]) -> None:
+    """Folds a teacher's matrices as those of the codes were; it computes the same as before.
+
+    Args:
+        model: in codes.
+        teacher: float32.
+        report: of the codes.
+    """
+    coded, config = tensors_in_codes(model), model.config
+    for path, row in report["tensors"].items():
+        fold = fold_of(path)
+        if fold is None or row.get("input_scale") != fold.producer:
+            continue
+        before = np.asarray(at(teacher, fold.producer)[...])
+        after = np.asarray(coded[fold.producer].dequantise(jnp.float32))
+        factors = folded_factors(before, after, fold, coded[path].inputs, config)
+        fold_weights(teacher, path, fold, factors, config)
 
 
 def refuse_other_teacher(model: CausalLM, teacher: CausalLM) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from qwen_jax.quant import Method, Rule, WeightFormat
 
-from .activation_aware import activation_aware
+from .activation_aware import Ties, activation_aware
 from .codes import Codes, dequantise, of_inputs
 from .gptq import gptq
 from .hessian import factor
@@ -97,12 +97,13 @@ class Solution(NamedTuple):
         return _wide(self.codes, self.input_scale, format)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "method"))
+@functools.partial(jax.jit, static_argnames=("format", "method", "ties"))
 def solve(
     weight: Float[Array, "*S O I"],
     hessian: Float[Array, "*S I I"] | None,
     format: WeightFormat,
     method: Method,
+    ties: Ties | None = None,
 ) -> Solution:
     """Codes of a matrix or of a stack, by one method.
 
@@ -116,6 +117,7 @@ def solve(
             rounded without data.
         format: of the codes.
         method: how codes are chosen.
+        ties: see `activation_aware`; other methods have no factors of inputs.
     """
     weight = weight.astype(jnp.float32)
     size, stack = weight.shape[-1], weight.shape[:-2]
@@ -133,7 +135,7 @@ def solve(
         codes = refined(weight, hessian, codes, format, factored=factored)
         codes = _better(weight, hessian, codes, rounded, format)
     elif method == "activation-aware":
-        codes, input_scale = activation_aware(weight, hessian, format)
+        codes, input_scale = activation_aware(weight, hessian, format, ties)
     else:
         codes = rounded
     return _measured(weight, hessian, usable, codes, input_scale, format)

@@ -24,6 +24,7 @@ from ..layer_fit import fit_layer
 from ..methods import Solved, rounded_without_data
 from .calibration import Calibration
 from .choice import Choice
+from .folding import fold_solved
 from .hidden_states import StateFolder
 from .packed import Packed, packed
 from .weights import Weights
@@ -110,10 +111,18 @@ class LayerByLayer:
         """A layer with what its codes stand for, and the codes."""
         place = f"layers.{number}."
         rules = {path.removeprefix(place): self._choice.rules[path] for path in self._coded(place)}
-        layer = self._weights.layer(number, self._config)
+        folding = {
+            path.removeprefix(place): fold.within(place)
+            for path, fold in self._choice.folds.items()
+            if path.startswith(place)
+        }
+        layer, config = self._weights.layer(number, self._config), self._config
         if self._fit_steps:
-            return layer, fit_layer(layer, self._config, hidden, rules, steps=self._fit_steps)
-        return layer, quantise_layer(layer, self._config, hidden, rules)
+            steps = self._fit_steps
+            solved = fit_layer(layer, config, hidden, rules, steps=steps, folds=folding)
+        else:
+            solved = quantise_layer(layer, config, hidden, rules, folds=folding)
+        return layer, fold_solved(layer, solved, rules, folding, config)
 
     def _coded(self, place: str) -> list[str]:
         return [path for path in self._choice.rules if path.startswith(place)]

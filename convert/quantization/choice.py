@@ -14,6 +14,8 @@ from qwen_jax.checkpoint.mapping import EMBEDDING
 from qwen_jax.errors import RequestError
 from qwen_jax.quant import Method, Recipe, Rule, Scheme, scheme_of
 
+from .folding import Fold, folds
+
 WITHOUT_DATA: Method = "round-to-nearest"
 _SCALES_INPUTS: tuple[Method, ...] = ("activation-aware",)
 
@@ -27,12 +29,20 @@ class Choice:
         tree: shape and dtype of each tensor as it is, by tree path.
         rules: of the tensors that become codes, with the method that is used.
         scheme: how these will be stored.
+        folds: those whose factors of inputs go into other matrices.
     """
 
     recipe: Recipe
     tree: Mapping[str, jax.ShapeDtypeStruct]
     rules: Mapping[str, Rule]
     scheme: Scheme
+    folds: Mapping[str, Fold]
+
+    def input_scale(self, path: str) -> str | None:
+        """Where a tensor's factors of inputs are: "kept", in another tensor; None without any."""
+        if fold := self.folds.get(path):
+            return fold.producer
+        return "kept" if self.scheme.tensors[path].input_scale else None
 
     @property
     def idle(self) -> list[str]:
@@ -80,8 +90,8 @@ def choose(
         assert rule is not None
         blind = not calibrated or path == EMBEDDING or path.startswith(MTP)
         chosen[path] = dataclasses.replace(rule, method=WITHOUT_DATA) if blind else rule
-    tensors = {
-        path: dataclasses.replace(tensor, input_scale=chosen[path].method in _SCALES_INPUTS)
-        for path, tensor in scheme.tensors.items()
-    }
-    return Choice(recipe, tree, chosen, dataclasses.replace(scheme, tensors=tensors))
+    folding, tensors = folds(tree, chosen), {}
+    for path, tensor in scheme.tensors.items():
+        kept = chosen[path].method in _SCALES_INPUTS and path not in folding
+        tensors[path] = dataclasses.replace(tensor, input_scale=kept)
+    return Choice(recipe, tree, chosen, dataclasses.replace(scheme, tensors=tensors), folding)

@@ -36,7 +36,10 @@ def make_report(
     if remarks.keys() != choice.scheme.tensors.keys():
         odd = sorted(remarks.keys() ^ choice.scheme.tensors.keys())
         raise RuntimeError(f"internal error: {len(odd)} tensors are not reported: {odd[:20]}")
-    tensors = {path: dict(remarks[path]) for path in choice.scheme.tensors}
+    tensors = {
+        path: {**remarks[path], "input_scale": choice.input_scale(path)}
+        for path in choice.scheme.tensors
+    }
     seconds = math.fsum(tensor.pop("seconds") for tensor in tensors.values())
     kept = [path for path in choice.tree if path not in tensors]
     return {

@@ -48,3 +48,18 @@ def test_dead_inputs_and_matrices_without_samples_have_finite_scales():
     ratio = input_scale[1, others] / input_scale[0, others]
     np.testing.assert_allclose(ratio / ratio[0], 1, rtol=0.02)
     np.testing.assert_allclose(input_scale[2], 1.0)
+
+
+def test_factors_to_be_folded_are_tied_powers_of_two_and_hardly_worse():
+    weight, hessian = outlier_problem()
+    tied = solve(weight, hessian, FORMAT, "activation-aware", (2, 2, 16))
+    free = solve(weight, hessian, FORMAT, "activation-aware")
+    rounded = solve(weight, hessian, FORMAT, "round-to-nearest")
+    factors = np.asarray(tied.input_scale)
+    np.testing.assert_array_equal(np.frexp(factors)[0], 0.5)
+    heads = factors.reshape(2, 2, 16)
+    np.testing.assert_array_equal(heads[:, 0], heads[:, 1])
+    # Both outliers, at 3 and at 40, and what shares their factors.
+    assert set(np.flatnonzero(factors < factors.max())) == {3, 19, 40, 56}
+    errors = [float(solution.squares[3]) for solution in (tied, free, rounded)]
+    assert errors[0] < 1.1 * errors[1] and errors[0] < 0.8 * errors[2]

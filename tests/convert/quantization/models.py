@@ -41,7 +41,7 @@ CALIBRATED: dict[str, Any] = {
 }
 CALIBRATED_RULES: list[dict[str, Any]] = [
     {
-        "pattern": "*.mlp.experts.gate_up_proj",
+        "pattern": "*.mlp.experts.*",
         "bits": 3,
         "group_size": 32,
         "method": "activation-aware",

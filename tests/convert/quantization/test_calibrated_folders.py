@@ -11,14 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from convert.calibrate import at
 from convert.quantization.calibration import Calibration, prepare_calibration
 from convert.quantization.recipe_file import read_recipe
 from convert.quantize import QuantizationPlan, plan_quantization, quantize
+from convert.teacher import fold_teacher
 from convert.writing.journal import read_journal
+from qwen_jax import load
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import CheckpointError, RequestError
+from tests.convert import sources
 from tests.convert.quantization import models
 from tests.convert.quantization.models import WINDOW, WINDOWS
 from tests.convert.writing.folders import contents
@@ -31,7 +36,15 @@ PARTS = 4  # embedding, two layers, head
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    models.source(folder / "source", **models.CALIBRATED)
+    fields = models.SIZES | models.CALIBRATED
+    arrays = sources.tensors(**fields)
+    # A channel that is loud, and read by small weights, has another factor than the others.
+    for key, array in arrays.items():
+        if key.endswith(".gate_up_proj"):
+            array[:, -8:] *= 16
+        elif key.endswith(".experts.down_proj"):
+            array[..., -8:] /= 16
+    sources.write(folder / "source", arrays, **fields)
     models.recipe(folder, models.CALIBRATED_RULES)
     models.tokens(folder)
     return folder
@@ -81,15 +94,37 @@ def test_report(place, whole):
         assert (tensor["output_error"] is not None) == seen, path
         rule = next(r for r in models.CALIBRATED_RULES if fnmatch.fnmatchcase(path, r["pattern"]))
         assert tensor["method"] == (rule["method"] if seen else "round-to-nearest"), path
-    # A stack and a matrix a layer, and the head.
-    assert len(coded) == 2 * 2 + 1
+    # Two stacks and a matrix a layer, and the head.
+    assert len(coded) == 2 * 3 + 1
+    folded = {path for path in coded if path.endswith("down_proj")}
+    for path, tensor in report["tensors"].items():
+        where = None if path not in coded else "kept"
+        if path in folded:
+            where = path.replace("down_proj", "gate_up_proj")
+        assert tensor["input_scale"] == where
     scheme = json.loads(whole["config.json"])["quantization_config"]["tensors"]
-    assert {path for path, tensor in scheme.items() if tensor["input_scale"]} == coded
+    assert {path for path, tensor in scheme.items() if tensor["input_scale"]} == coded - folded
     assert report["calibration"]["windows"] == WINDOWS
     assert report["calibration"]["window"] == WINDOW
     assert report["calibration"]["fit_steps"] == 2
     (file,) = report["calibration"]["files"]
     assert file["bytes"] == (place / "tokens.npy").stat().st_size
+
+
+def test_a_teacher_is_folded_as_the_codes_are(place, whole):
+    report = json.loads(whole["quantization_report.json"])
+    model, teacher = (load(place / name, dtype="float32")[0] for name in ("whole", "source"))
+    moved = 0
+    for folded in (False, True):
+        if folded:
+            fold_teacher(model, teacher, report)
+        for path in report["tensors"]:
+            weight = np.asarray(at(teacher, path)[...])
+            missed = np.asarray(at(model, path)[...].dequantise(np.float32)) - weight
+            error = np.linalg.norm(missed) / np.linalg.norm(weight)
+            moved += not folded and error > 0.5
+            assert not folded or error < 0.35, path
+    assert moved
 
 
 class Stopped(Exception):
