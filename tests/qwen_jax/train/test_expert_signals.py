@@ -26,6 +26,12 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
+def of_one_token(x: Any) -> RouterContext:
+    """What a router sees of a token x."""
+    position = jnp.zeros((1, 1), jnp.int32)
+    return RouterContext(position >= 0, x[None, None], position, position, layer=0)
+
+
 @pytest.fixture(scope="module")
 def numbers() -> dict[str, np.ndarray]:
     """Two experts, one token; each token uses one."""
@@ -53,8 +59,7 @@ def loss_of(wrap: Any, parameters: dict[str, Any], x: Any, slope: Any, chosen: i
         WIDTH, EXPERTS, chosen, "float32", renormalise=False, implementation="reference"
     )
     gate.weight = nnx.Param(parameters["gate"])
-    valid = jnp.ones((1, 1), bool)
-    routing = gate(x[None, None], RouterContext(valid, x[None, None]))
+    routing = gate(x[None, None], of_one_token(x))
     return jnp.sum(wrap(experts_of(parameters))(x[None, None], routing)[0, 0] * slope)
 
 
@@ -166,8 +171,7 @@ def test_a_dropped_expert_takes_no_token_and_learns_nothing(numbers):
             WIDTH, EXPERTS, 1, "float32", renormalise=False, implementation="reference"
         )
         gate.weight = nnx.Param(parameters["gate"])
-        context = RouterContext(jnp.ones((1, 1), bool), x[None, None])
-        routing = DroppingRouter(gate, kept)(x[None, None], context)
+        routing = DroppingRouter(gate, kept)(x[None, None], of_one_token(x))
         y = DenseExperts(experts_of(parameters))(x[None, None], routing)
         return jnp.sum(y[0, 0] * slope), routing
 
