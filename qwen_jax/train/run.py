@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..errors import RequestError
@@ -61,16 +60,19 @@ class Run:
 
     def identity(self, state: TrainState) -> dict[str, Any]:
         """What must be the same for a run to go on from this one's checkpoint, as JSON."""
-        config = dataclasses.asdict(self.trainer.skeleton.config)
+        trainer = self.trainer
+        config = dataclasses.asdict(trainer.skeleton.config)
+        mesh = {} if trainer.mesh is None else dict(trainer.mesh.shape)
         return {
             "config": {name: repr(value) for name, value in config.items()},
-            "training": dataclasses.asdict(self.trainer.training),
+            "training": dataclasses.asdict(trainer.training),
+            "assemble": _settings(trainer.assemble),
             "schedule": dataclasses.asdict(self.schedule),
             "at_once": self.at_once,
             "data": self.data.digest,
             "trained": {name: list(value.shape) for name, value in state.trained.items()},
             "fixed": fingerprint(self.fixed),
-            "devices": jax.device_count(),
+            "mesh": mesh,
         }
 
     def go(
@@ -94,7 +96,8 @@ class Run:
             The state after the last step.
 
         Raises:
-            FloatingPointError: a loss that is no number; what is saved is from before it.
+            FloatingPointError: a loss or gradient that is no number; what is saved is from before
+                it.
         """
         step = int(state.step)
         while step < self.schedule.steps:
@@ -128,9 +131,21 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or bool(every and step % every == 0)
 
 
+def _settings(assemble: Callable[..., Any]) -> dict[str, Any]:
+    """Those of the dataclass that the function is a method of, such as LoRA's alpha."""
+    owner = getattr(assemble, "__self__", None)
+    if owner is None or not dataclasses.is_dataclass(owner):
+        return {}
+    return {type(owner).__name__: dataclasses.asdict(owner)}
+
+
 def _refuse_nan(figures: Figures, step: int) -> None:
-    if not np.isfinite(figures["loss"]).all():
-        wrong = step + 1 + int(np.argmin(np.isfinite(figures["loss"])))
-        raise FloatingPointError(
-            f"the loss of step {wrong} is {figures['loss'].min()}; lower the rate, or clip more"
-        )
+    # A finite loss may have a gradient that is not: then the state behind it is lost.
+    for name, words in {"loss": "loss", "gradient_norm": "norm of the gradient"}.items():
+        fine = np.isfinite(figures[name])
+        if not fine.all():
+            first = int(np.argmin(fine))
+            raise FloatingPointError(
+                f"the {words} of step {step + 1 + first} is {figures[name][first]}; lower the "
+                "rate, or clip more"
+            )

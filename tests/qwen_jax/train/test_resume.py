@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from qwen_jax.errors import CheckpointError, RequestError
+from qwen_jax.sharding import device_mesh
 from qwen_jax.train import Data, NextTokens, Schedule, Trainer, Training, TrainState, split
 from qwen_jax.train.checkpoint import Checkpoints
+from qwen_jax.train.lora import Lora
 from qwen_jax.train.metrics import MetricsFile
 from qwen_jax.train.run import Run
 
@@ -105,12 +107,18 @@ def test_the_newest_two_are_kept(whole):
     assert "2" not in names
 
 
-def test_another_run_is_refused(run, beginning, whole):
+def test_another_run_is_refused(run, skeleton, beginning, whole):
     state = beginning()
     changed = {
         "schedule.rate was 0.01, now 0.1": {"schedule": Schedule(6, 0.1, 2)},
         "data was": {"data": dataclasses.replace(run.data, seed=1)},
         "fixed was": {"fixed": {name: value + 1 for name, value in run.fixed.items()}},
+        "assemble.Lora.alpha was None, now 4.0": {
+            "trainer": Trainer(skeleton, run.trainer.training, Lora(rank=1, alpha=4.0).merged)
+        },
+        "mesh.data was None, now 1": {
+            "trainer": Trainer(skeleton, run.trainer.training, mesh=device_mesh(1))
+        },
     }
     for message, change in changed.items():
         other = dataclasses.replace(run, **change)
@@ -148,6 +156,18 @@ def test_a_loss_that_is_no_number_ends_the_run(run, beginning):
     broken = {name: value * np.float32("nan") for name, value in run.fixed.items()}
     with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
         dataclasses.replace(run, fixed=broken).go(state)
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(run, beginning, monkeypatch):
+    state = beginning()
+
+    def steps(*given):
+        figures = {"loss": np.ones(2), "gradient_norm": np.array([1.0, np.inf])}
+        return dataclasses.replace(state, step=state.step + 2), figures
+
+    monkeypatch.setattr(run.trainer, "steps", steps)
+    with pytest.raises(FloatingPointError, match="the norm of the gradient of step 2 is inf"):
+        run.go(state)
 
 
 def test_numbers_that_do_not_fit(run):
