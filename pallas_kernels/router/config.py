@@ -12,6 +12,8 @@ from ..tuning import decide, varied
 
 # More rows than these are multiplied by XLA.
 FEW_ROWS = 64
+# What may be tried: warps that share the columns, and warps.
+SHARES = ((1, 4), (2, 4), (4, 4), (4, 8), (8, 8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +41,11 @@ def config_for(target: Target, x: Any, weight: Any) -> Config:
 
     def others() -> list[Config]:
         sizes = {"rows": (config.rows // 2, config.rows * 2), "experts": (1, 2, 4)}
-        shares = [Config(config.rows, config.experts, parts, w) for parts, w in _SHARES]
+        shares = [Config(config.rows, config.experts, parts, w) for parts, w in SHARES]
         near = [*varied(config, **sizes), *shares]
         return [each for each in near if 1 <= each.rows * each.experts <= 32]
 
     return decide("router", target, key, config, others)
-
-
-# Warps that share the columns, and warps.
-_SHARES = ((1, 4), (2, 4), (4, 4), (4, 8), (8, 8))
 
 
 def heuristic(rows: int) -> Config:

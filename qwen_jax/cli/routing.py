@@ -61,8 +61,8 @@ def routing(
         json: write one JSON object.
         quiet: write nothing to standard error but errors and warnings.
     """
+    from ..model.intervention import sparse_layers
     from ..research.capture import trace_text
-    from ..research.counts import moe_layers
     from ..research.figures import require_matplotlib
 
     notes = Notes(quiet=quiet)
@@ -77,7 +77,7 @@ def routing(
     }
     _refuse_below_one(limits)
     folder = ModelFolder.open(model, dtype, notes, revision, implementation)
-    layers = moe_layers(folder.config)
+    layers = sparse_layers(folder.config)
     refuse_long_window(folder, window)
     documents = read_texts(text, folder, 1)
     sequences = cut(documents, window, max_tokens)

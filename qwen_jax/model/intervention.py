@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
-from .routing import Routing
+from .routing import Routing, name_of
 
 FORCING = 1e9
 """Added to the scores of forced experts for the choice alone; their weights do not see it."""
@@ -142,7 +142,7 @@ class Intervention:
                 if used[index].any() and not getattr(router, "intervenes", False):
                     raise RequestError(
                         f"the intervention changes the {name} of layer {layer}, whose router "
-                        f"{type(router).__name__} takes none; it takes ban, force, scale and k. A "
+                        f"{name_of(router)} takes none; it takes ban, force, scale and k. A "
                         "router that reads context.intervention itself says so with the attribute "
                         "`intervenes = True`"
                     )
@@ -292,7 +292,7 @@ def sparse_layers(config: QwenConfig) -> tuple[int, ...]:
     layers = tuple(i for i in range(config.num_hidden_layers) if config.is_sparse(i))
     if not layers:
         raise RequestError(
-            f"a model of type {config.model_type} with {config.num_experts} experts has no MoE "
-            "layers; routing can be changed in MoE models alone"
+            f"no MoE layers: a {config.model_type} of {config.num_hidden_layers} layers routes "
+            "nothing; give a model with experts"
         )
     return layers

@@ -131,13 +131,18 @@ def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -
     return dataclasses.replace(routing, ids=ids, weights=weights)
 
 
+def name_of(router: Any) -> str:
+    """A function's own name, else that of its class; for errors."""
+    return getattr(router, "__name__", type(router).__name__)
+
+
 def check_shapes(router: Any, routing: Any, tokens: tuple[int, ...]) -> None:
     """Refuse what a router gave if it is no routing of these tokens [B, T]; shapes and dtypes.
 
     Raises:
         RequestError: names the router and what it gave.
     """
-    name = getattr(router, "__name__", type(router).__name__)
+    name = name_of(router)
     if not isinstance(routing, Routing):
         raise RequestError(
             f"router {name} gave a {type(routing).__name__}; accepted is a Routing(ids, weights)"

@@ -17,7 +17,8 @@ from ..decode.prompt import check_ids, default_chunk_size, pad
 from ..errors import RequestError
 from ..memory import accelerator_memory
 from ..model import Capture, CausalLM, FlatModel, Routing, RoutingTrace, whole
-from .counts import RoutingCounts, moe_layers
+from ..model.intervention import sparse_layers
+from .counts import RoutingCounts
 from .trace import join_traces, trace_of
 
 DEFAULT_BATCH_SIZE = 4
@@ -62,7 +63,7 @@ def trace_text(
         RequestError: a dense model, no sequence, an empty one, one longer than the model's
             context, an id outside the vocabulary, or a size below 1.
     """
-    moe_layers(model.config)
+    sparse_layers(model.config)
     lists = [s.tolist() if isinstance(s, np.ndarray) else s for s in sequences]
     _check(model, lists, {"batch_size": batch_size, "chunk_size": chunk_size})
     chunk_size = chunk_size or default_chunk_size(batch_size, accelerator_memory())

@@ -13,6 +13,7 @@ from ..config import QwenConfig
 from ..decode import StepOutput
 from ..errors import RequestError
 from ..model import Capture, Routing
+from ..model.intervention import sparse_layers
 from ..model.trace import stacked
 from ..pytree import pytree
 
@@ -57,7 +58,7 @@ class RoutingCounts:
         """
         if capture not in ("ids", "full"):
             raise RequestError(f'capture is {capture!r}; accepted are "ids" and "full"')
-        layers = moe_layers(config)
+        layers = sparse_layers(config)
         shape = (len(layers), config.num_experts)
         # Arrays of their own: two fields cannot donate one.
         probability = jnp.zeros(shape, jnp.float32) if capture == "full" else None
@@ -70,7 +71,17 @@ class RoutingCounts:
         return "ids" if self.probability is None else "full"
 
     def observe(self, output: StepOutput, taken: Bool[Array, " B"]) -> RoutingCounts:
-        """One more step of a loop, of whose rows those in `taken` count."""
+        """One more step of a loop, of whose rows those in `taken` count.
+
+        Raises:
+            RequestError: several tokens a row, of which `taken` does not tell which are padding.
+        """
+        tokens = {choice.ids.shape[1] for choice in output.routing.values()}
+        if tokens - {1}:
+            raise RequestError(
+                f"a step has one token a row, this output {sorted(tokens)}; count a prompt with "
+                "counts.add(output.routing, valid)"
+            )
         return self.add(output.routing, taken[:, None])
 
     def add(self, routing: Mapping[int, Routing], valid: Bool[Array, "B T"]) -> RoutingCounts:
@@ -122,18 +133,3 @@ def _sums(
     hits = ids[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
     chosen = jnp.sum(hits, axis=1, dtype=jnp.int32)
     return chosen, jnp.sum(jnp.where(hits, weights[:, :, None], 0.0), axis=1)
-
-
-def moe_layers(config: QwenConfig) -> tuple[int, ...]:
-    """Numbers of the layers with experts.
-
-    Raises:
-        RequestError: there is none.
-    """
-    layers = tuple(i for i in range(config.num_hidden_layers) if config.is_sparse(i))
-    if not layers:
-        raise RequestError(
-            f"no MoE layers: a {config.model_type} of {config.num_hidden_layers} layers routes "
-            "nothing; give a model with experts"
-        )
-    return layers

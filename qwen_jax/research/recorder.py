@@ -13,9 +13,9 @@ from ..config import QwenConfig
 from ..decode import StepOutput
 from ..errors import RequestError
 from ..model import Capture, RoutingTrace
+from ..model.intervention import sparse_layers
 from ..model.trace import stacked
 from ..pytree import pytree
-from .counts import moe_layers
 from .trace import fingerprint
 
 
@@ -76,7 +76,7 @@ class RoutingRecorder:
         for name, size in {"batch_size": batch_size, "steps": steps, "slots": slots}.items():
             if size < 1:
                 raise RequestError(f"{name} is {size}; accepted is a whole number from 1 on")
-        layers, experts = moe_layers(config), config.num_experts
+        layers, experts = sparse_layers(config), config.num_experts
         shape = (steps, len(layers), batch_size, slots)
         full = jnp.zeros((*shape[:3], experts), jnp.float32) if capture == "full" else None
         return cls(

@@ -17,7 +17,7 @@ from ..model import RoutingTrace
 from ..text import Tokenizer
 from . import figures, statistics
 from .counts import RoutingCounts
-from .summary import Summary, class_tables, summarise
+from .summary import Summary, summarise
 from .token_classes import CLASSES, token_classes
 
 MAPS = 3
@@ -185,7 +185,7 @@ def _class_picture(trace: RoutingTrace, summary: Summary, tokenizer: Tokenizer) 
     """Classes of tokens in the layer whose experts tell most of them."""
     best = max(summary.layers, key=lambda row: np.nan_to_num(row.class_information))
     classes = token_classes(trace.tokens, tokenizer)
-    table = class_tables(trace, classes)[best.layer]
+    table = statistics.by_class(trace[best.layer].ids, classes, trace.experts)
     return Picture(
         "classes",
         "Share of each class among an expert's tokens, over its share among all tokens, in the "

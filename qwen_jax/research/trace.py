@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..model import Routing, RoutingTrace
+from ..model.intervention import sparse_layers
 from ..model.trace import stacked
-from .counts import moe_layers
 
 FORMAT = "qwen-jax routing trace"
 FORMAT_VERSION = "1"
@@ -41,7 +41,7 @@ def fingerprint(config: QwenConfig) -> str:
     that a trace of a fine-tuned or quantised model can be compared with one of the original.
     """
     fields = {name: getattr(config, name) for name in _SHAPE}
-    fields["moe_layers"] = moe_layers(config)
+    fields["moe_layers"] = sparse_layers(config)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -65,7 +65,7 @@ def trace_of(
     Raises:
         RequestError: a dense model, routing that was not captured, or tokens of another shape.
     """
-    layers = moe_layers(config)
+    layers = sparse_layers(config)
     whole = jax.device_get(stacked(routing, config.num_experts))
     tokens = np.asarray(tokens)
     if tuple(sorted(routing)) != layers or whole.ids.shape[1:3] != tokens.shape:

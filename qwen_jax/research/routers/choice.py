@@ -1,4 +1,4 @@
-"""What routers share: the largest scores under an intervention, and weights of what is chosen."""
+"""What routers share: logits, the largest scores under an intervention, weights of the chosen."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...model import RouterContext, Routing
 from ...model.intervention import FORCING, at_slots, in_order
+
+
+def products(x: Float[Array, "B T D"], weight: Float[Array, "E D"]) -> Float[Array, "B T E"]:
+    """Float32 logits x W^T, without TF32."""
+    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return jnp.einsum("btd,ed->bte", x, weight, precision=jax.lax.Precision.HIGHEST)
 
 
 def changed(logits: Float[Array, "B T E"], context: RouterContext) -> Float[Array, "B T E"]:

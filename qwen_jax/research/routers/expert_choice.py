@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
-from .choice import changed, sorted_routing
-from .sigmoid import products
+from .choice import changed, products, sorted_routing
 
 
 class ExpertChoiceRouter(nnx.Module):

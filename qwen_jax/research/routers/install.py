@@ -15,7 +15,7 @@ from ...errors import RequestError
 from ...model import CausalLM, Router, RouterContext, Routing
 from ...model.intervention import sparse_layers
 from ...model.moe import SparseMoE
-from ...model.routing import TopKRouter, check_shapes
+from ...model.routing import TopKRouter, check_shapes, name_of
 from .capacity import CapacityRouter
 from .expert_choice import ExpertChoiceRouter
 from .hashed import HashRouter
@@ -75,7 +75,7 @@ def with_router(model: CausalLM, name: str, **settings: Any) -> CausalLM:
     def make(layer: int, gate: Router) -> Router:
         if not isinstance(gate, TopKRouter):
             raise RequestError(
-                f"layer {layer} has a {type(gate).__name__} already; start from the loaded model"
+                f"layer {layer} has {name_of(gate)} already; start from the loaded model"
             )
         try:
             return ROUTERS[name](gate, model.config, layer, settings)
@@ -172,7 +172,7 @@ def check_routing(
     Raises:
         RequestError: names the token and the expert.
     """
-    name = "the router" if router is None else f"router {_name(router)}"
+    name = "the router" if router is None else f"router {name_of(router)}"
     ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
     for row, token in np.ndindex(*ids.shape[:2]):
         if valid is not None and not valid[row, token]:
@@ -195,7 +195,3 @@ def check_routing(
                 f"{name} gave weights {weights[row, token].tolist()} to token {token} of sequence "
                 f"{row}; accepted are finite numbers"
             )
-
-
-def _name(router: Any) -> str:
-    return getattr(router, "__name__", type(router).__name__)

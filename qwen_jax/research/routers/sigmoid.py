@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Real
 
 from ...model import RouterContext, Routing
 from ...model.intervention import at_slots
-from .choice import changed, largest, sorted_routing
+from .choice import changed, largest, products, sorted_routing
 
 
 class SigmoidRouter(nnx.Module):
@@ -58,9 +58,3 @@ def balanced(
     """
     load = counts.astype(jnp.float32)
     return balance + rate * jnp.sign(jnp.mean(load) - load)
-
-
-def products(x: Float[Array, "B T D"], weight: Float[Array, "E D"]) -> Float[Array, "B T E"]:
-    """Float32 logits x W^T, without TF32."""
-    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    return jnp.einsum("btd,ed->bte", x, weight, precision=jax.lax.Precision.HIGHEST)

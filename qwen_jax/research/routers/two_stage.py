@@ -11,8 +11,7 @@ from jaxtyping import Array, Float
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
-from .choice import changed, largest, softmax_of, sorted_routing
-from .sigmoid import products
+from .choice import changed, largest, products, softmax_of, sorted_routing
 
 EXCLUDED = -1e30
 """The logit of experts that are no candidates: no probability, and finite for statistics."""

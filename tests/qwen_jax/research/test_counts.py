@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qwen_jax import QwenConfig
+from qwen_jax.decode import StepOutput
 from qwen_jax.errors import RequestError
 from qwen_jax.model import Routing
 from qwen_jax.research import (
@@ -143,6 +144,12 @@ def test_ids_alone():
     assert counts.probability is None and counts.capture == "ids"
     with pytest.raises(RequestError, match=r'no logits.*"full"'):
         RoutingCounts.zeros(CONFIG, "full").add(layers, jnp.asarray(VALID))
+
+
+def test_a_prompt_is_no_step():
+    output = StepOutput(jnp.zeros((3, 61)), {layer: routing(layer) for layer in range(2)})
+    with pytest.raises(RequestError, match=r"one token a row, this output \[5\].*counts.add"):
+        RoutingCounts.zeros(CONFIG).observe(output, jnp.ones((3,), jnp.bool_))
 
 
 def test_many_tokens_need_no_memory_for_one_hot_codes(optimised):
