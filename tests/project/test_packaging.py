@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DEMO = "qwen_jax/demo/"
-TUNING = ROOT / "pallas_kernels" / "tuning_data"
+REPORT = "qwen_jax/research/report.html.jinja"
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -76,10 +76,15 @@ def test_wheel_has_the_demo_model(wheel):
     assert {name: sizes.get(name) for name in demo_sizes()} == demo_sizes()
 
 
-def test_wheel_has_the_measured_configurations(wheel):
-    measured = {f"pallas_kernels/tuning_data/{path.name}" for path in TUNING.iterdir()}
-    assert measured
-    assert measured <= set(zipfile.ZipFile(wheel).namelist())
+def test_wheel_has_the_data_files_of_its_packages(wheel):
+    """Measured configurations, and the page of the routing report."""
+    packages = [ROOT / name for name in ("qwen_jax", "pallas_kernels", "convert")]
+    found = [path for package in packages for path in package.rglob("*.*") if path.is_file()]
+    data = {
+        path.relative_to(ROOT).as_posix() for path in found if path.suffix not in (".py", ".pyc")
+    }
+    assert {"pallas_kernels/tuning_data/nvidia-h200.json", REPORT} <= data
+    assert data <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_installed_package_reads_the_measured_configurations(installed, tmp_path):
