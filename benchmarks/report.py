@@ -63,7 +63,9 @@ def _compiled(figures: Mapping[str, Any]) -> str:
 def split_table() -> str:
     """Where the time of a decode step goes, by device, model and batch size."""
     profiled = [r for r in results("bench") if "step" in r["figures"].get("profile", {})]
-    names = list(profiled[0]["figures"]["profile"]["step"]["groups"]) if profiled else []
+    if not profiled:
+        return "No file in `benchmarks/results` has a profile yet."
+    names = list(profiled[0]["figures"]["profile"]["step"]["groups"])
     lines = [
         f"| device | model | weights | batch | prompt | step | {' | '.join(names)} | gaps |",
         "|---|---|---|---:|---:|---:|" + "---:|" * (len(names) + 1),
