@@ -74,7 +74,8 @@ def tune(request: TuneRequest, note: Note) -> dict[str, Any]:
         heuristics and the entries, ready for JSON.
 
     Raises:
-        RequestError: no GPU that kernels run on, an unknown recipe, or too many layers.
+        RequestError: no GPU that kernels run on, an unknown recipe, too many layers, or an output
+            that is another file.
         MemoryLimitError: the layers do not fit.
     """
     until = time.monotonic() + request.budget_seconds
@@ -83,6 +84,7 @@ def tune(request: TuneRequest, note: Note) -> dict[str, Any]:
             f"kernels are tuned on a GPU, and JAX sees {jax.default_backend()}; their heuristics "
             "serve until then"
         )
+    known_entries(_place(request.output), current_target().kind)
     config = cut_model(find_shape(request.model, weights=False).config, request.num_layers)
     recipe = None if request.recipe is None else named_recipe(request.recipe)
     scheme = FLOATS if recipe is None else scheme_of(parameter_shapes(config), recipe)
@@ -199,22 +201,38 @@ def cut_model(config: QwenConfig, layers: int | None) -> QwenConfig:
     return first_layers(config, layers)
 
 
+def known_entries(path: Path, kind: str) -> tuning.Table:
+    """What a file has already that counts here.
+
+    Raises:
+        RequestError: there is a file, and it is no tuning file.
+    """
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} is no tuning file ({error}); name another") from error
+    if not isinstance(content, dict) or not {"format", "entries"} <= content.keys():
+        raise RequestError(f"{path} is no tuning file, and is not overwritten; name another")
+    return content["entries"] if tuning.mismatch(content, kind) is None else {}
+
+
 def write(output: Path | None, entries: tuning.Table) -> Path:
     """Write entries beside those that the file has already, if these count here."""
-    kind = current_target().kind
-    path = tuning.folder() / tuning.file_name(kind) if output is None else output
-    known: tuning.Table = {}
-    if path.is_file():
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RequestError(f"{path} is no tuning file ({error}); name another") from error
-        if tuning.mismatch(content, kind) is None:
-            known = content["entries"]
+    path, kind = _place(output), current_target().kind
+    known = known_entries(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = tuning.content_of(kind, tuning.merged(known, entries))
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _place(output: Path | None) -> Path:
+    """Of the file to write: the user's for this kind of device, or another that was named."""
+    if output is not None:
+        return output
+    return tuning.folder() / tuning.file_name(current_target().kind)
 
 
 def as_rows(result: dict[str, Any]) -> dict[str, str]:

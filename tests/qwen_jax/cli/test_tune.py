@@ -115,9 +115,11 @@ def test_entries_are_written_beside_those_that_count(tmp_path):
     path.write_text(json.dumps(content | {"jax": "0.1"}))
     write(path, two)
     assert json.loads(path.read_text())["entries"] == two
-    path.write_text("{")
-    with pytest.raises(RequestError, match="is no tuning file"):
-        write(path, two)
+    for other in ("{", "[]", '{"model_type": "qwen3"}'):
+        path.write_text(other)
+        with pytest.raises(RequestError, match="is no tuning file"):
+            write(path, two)
+        assert path.read_text() == other
 
 
 @pytest.fixture(scope="module")
