@@ -134,7 +134,7 @@ def _due(step: int, every: int, last: int) -> bool:
 def _settings(assemble: Callable[..., Any]) -> dict[str, Any]:
     """Those of the dataclass that the function is a method of, such as LoRA's alpha."""
     owner = getattr(assemble, "__self__", None)
-    if owner is None or not dataclasses.is_dataclass(owner):
+    if not dataclasses.is_dataclass(owner) or isinstance(owner, type):
         return {}
     return {type(owner).__name__: dataclasses.asdict(owner)}
 
