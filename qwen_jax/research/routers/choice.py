@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ...errors import RequestError
 from ...model import RouterContext, Routing
 from ...model.intervention import FORCING, at_slots, in_order
+
+
+def checked_k(k: int, experts: int) -> int:
+    """K, if a token can take as many experts.
+
+    Raises:
+        RequestError: no whole number from 1 to E.
+    """
+    if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
+        raise RequestError(
+            f"k is {k!r}; accepted is a whole number from 1 to {experts}, the experts"
+        )
+    return int(k)
 
 
 def changed(logits: Float[Array, "B T E"], context: RouterContext) -> Float[Array, "B T E"]:
