@@ -93,6 +93,8 @@ def train(
     notes = Notes(quiet=quiet)
     limit = parse_size(max_shard_size or DEFAULT_SHARD_SIZE, "--max-shard-size")
     _refuse_places(destination, checkpoints, save_every, resume=resume, dry_run=dry_run)
+    if look_every and held_out is None:
+        raise RequestError("--look-every needs --held-out FILE, the text to look at")
     source = Source.open(model, weights, tokenizer, dtype)
     training = training_of(descent, routers, source.config, recompute=recompute)
     schedule, lora = descent.schedule(), scope.lora()
@@ -104,7 +106,8 @@ def train(
     from ..sharding import device_mesh
     from ..train.run import Run
 
-    mesh = device_mesh(data_devices, expert_devices) if data_devices * expert_devices > 1 else None
+    devices = data_devices, expert_devices
+    mesh = None if devices == (1, 1) else device_mesh(*devices)
     trainer, parts = source.trainer(training, scope, lora, mesh)
     run = Run(
         trainer=trainer,

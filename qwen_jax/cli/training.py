@@ -140,7 +140,14 @@ def training_of(
         balance = config.router_aux_loss_coef if config.is_moe else 0.0
     strength = routers.gradient_routing
     if not 0 <= routers.expert_dropout < 1:
-        raise RequestError(f"--expert-dropout is {routers.expert_dropout}; accepted is 0 up to 1")
+        raise RequestError(
+            f"--expert-dropout is {routers.expert_dropout}; accepted is 0 up to, but not, 1"
+        )
+    if descent.accumulate < 1 or descent.batch_size % descent.accumulate:
+        raise RequestError(
+            f"--accumulate is {descent.accumulate}; accepted is a number from 1 on that divides "
+            f"--batch-size, {descent.batch_size}"
+        )
     return Training(
         AdamW(descent.weight_decay, descent.clip),
         NextTokens(balance, routers.layer_balance, routers.router_z),

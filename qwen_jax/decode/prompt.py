@@ -170,6 +170,8 @@ def _check_room(cache: Cache, new: np.ndarray) -> None:
 
 def check_ids(prompt: Sequence[Any], vocab_size: int, row: int) -> None:
     """Refuse an empty prompt and ids outside the vocabulary."""
+    if isinstance(prompt, int | np.integer):
+        raise RequestError(f"prompt {row} is {prompt}; accepted is a list of token ids")
     if len(prompt) == 0:
         raise RequestError(f"prompt {row} is empty; give at least one token")
     try:

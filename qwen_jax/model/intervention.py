@@ -106,7 +106,7 @@ class Intervention:
         """Refuse an intervention that was made for another model or batch; shapes alone.
 
         Raises:
-            RequestError: other MoE layers or experts, or a wrong number of rows.
+            RequestError: other MoE layers, experts or experts a token, or a wrong number of rows.
         """
         layers = sparse_layers(config)
         _, own_rows, experts = self.bias.values.shape
@@ -114,6 +114,11 @@ class Intervention:
             raise RequestError(
                 f"the intervention is for MoE layers {self.layers} of {experts} experts, but this "
                 f"model has layers {layers} of {config.num_experts}; make it with this model"
+            )
+        if self.own != config.num_experts_per_tok:
+            raise RequestError(
+                f"the intervention is for {self.own} experts a token, but this model has "
+                f"{config.num_experts_per_tok}; make it with this model"
             )
         if own_rows not in (1, rows):
             raise RequestError(

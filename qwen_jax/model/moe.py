@@ -151,7 +151,7 @@ class SparseMoE(nnx.Module):
         routing, change = self.gate(x, context), context.intervention
         # The model's own has done this already, in the same launch.
         if type(self.gate) is not TopKRouter:
-            check_shapes(self.gate, routing, x.shape[:2])
+            check_shapes(self.gate, routing, x.shape[:2], experts)
             routing = without_padding(routing, context.valid, experts)
         if change is None:
             return routing

@@ -136,7 +136,7 @@ def name_of(router: Any) -> str:
     return getattr(router, "__name__", type(router).__name__)
 
 
-def check_shapes(router: Any, routing: Any, tokens: tuple[int, ...]) -> None:
+def check_shapes(router: Any, routing: Any, tokens: tuple[int, ...], experts: int) -> None:
     """Refuse what a router gave if it is no routing of these tokens [B, T]; shapes and dtypes.
 
     Raises:
@@ -148,10 +148,16 @@ def check_shapes(router: Any, routing: Any, tokens: tuple[int, ...]) -> None:
             f"router {name} gave a {type(routing).__name__}; accepted is a Routing(ids, weights)"
         )
     ids, weights = routing.ids, routing.weights
-    if ids.ndim != 3 or ids.shape[:2] != tokens or ids.dtype != jnp.int32:
+    if ids.ndim != 3 or ids.shape[:2] != tokens or not ids.shape[2] or ids.dtype != jnp.int32:
         raise RequestError(
             f"router {name} gave ids {ids.dtype}{list(ids.shape)}; accepted is int32 [B, T, A], "
-            f"where B, T = {list(tokens)}"
+            f"where B, T = {list(tokens)} and A is 1 or more"
+        )
+    logits, wide = routing.logits, (*tokens, experts)
+    if logits is not None and (logits.shape != wide or logits.dtype != jnp.float32):
+        raise RequestError(
+            f"router {name} gave logits {logits.dtype}{list(logits.shape)}; accepted is float32 "
+            f"{list(wide)}, one for each expert, or None"
         )
     if weights.shape != ids.shape or weights.dtype != jnp.float32:
         raise RequestError(

@@ -60,10 +60,12 @@ def trace_text(
         chunk_size: most tokens of a sequence in one pass; as `prefill_prompts` chooses if None.
 
     Raises:
-        RequestError: a dense model, no sequence, an empty one, one longer than the model's
-            context, an id outside the vocabulary, or a size below 1.
+        RequestError: a dense model, another capture, no sequence, an empty one, one longer than the
+            model's context, an id outside the vocabulary, or a size below 1.
     """
     sparse_layers(model.config)
+    if capture not in ("none", "ids", "full"):
+        raise RequestError(f'capture is {capture!r}; accepted are "none", "ids" and "full"')
     lists = [s.tolist() if isinstance(s, np.ndarray) else s for s in sequences]
     _check(model, lists, {"batch_size": batch_size, "chunk_size": chunk_size})
     chunk_size = chunk_size or default_chunk_size(batch_size, accelerator_memory())

@@ -16,12 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..cache import Cache, init_cache
 from ..decode import DecodeState, StepOutput, decode_step
+from ..decode.prompt import check_ids
 from ..errors import RequestError
 from ..model import Capture, CausalLM, FlatModel, Intervention, whole
 from ..model.intervention import Ranged, sparse_layers
 from ..pytree import pytree
 from .cached_experts import distinct_experts, lru_hits
-from .interventions import END, Model, neutral
+from .interventions import END, Model, add_bias, neutral
 
 __all__ = ["ExpertHeat", "HeatBias", "HeatReport", "measure"]
 
@@ -126,8 +127,11 @@ class HeatBias:
         """With both strengths 0, nothing changes but what `base` changes, bit by bit.
 
         Raises:
-            RequestError: a bias in `base`, or a model without MoE layers.
+            RequestError: strengths that are not finite, a bias in `base`, or a model without MoE
+                layers.
         """
+        if not np.isfinite([within, across]).all():
+            raise RequestError(f"strengths are {within} and {across}; accepted are finite numbers")
         base = neutral(model) if base is None else base
         if np.asarray(base.bias.values).any():
             raise RequestError("base has a bias itself; a HeatBias takes its place: leave it out")
@@ -193,19 +197,24 @@ def measure(
         heat: of requests before; none if None. Its window counts.
 
     Raises:
-        RequestError: fewer than two tokens, strengths that are not finite, resident experts or a
-            window below 1, or a model without MoE layers.
+        RequestError: fewer than two tokens, an id outside the vocabulary, strengths that are not
+            finite, resident experts or a window below 1, a model without MoE layers, or a bias
+            where a router does not read it.
     """
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise RequestError(f"tokens have shape {tokens.shape}; accepted is [B, T] with T from 2 on")
-    if not np.isfinite([within, across]).all():
-        raise RequestError(f"strengths are {within} and {across}; accepted are finite numbers")
+    for row, sequence in enumerate(tokens.tolist()):
+        check_ids(sequence, model.config.vocab_size, row)
     if resident < 1:
         raise RequestError(f"resident is {resident}; accepted is a whole number from 1 on")
     heat = ExpertHeat.empty(model, len(tokens), window) if heat is None else heat
     bias = HeatBias.of(model, within, across)
     model.check_intervention(bias.at(heat), len(tokens))
+    if within or across:
+        # Before the first token the bias is 0 everywhere, which every router takes.
+        some = add_bias(model, dict.fromkeys(range(model.config.num_experts), 1.0))
+        model.check_intervention(some, len(tokens))
     cache = init_cache(model.config, *tokens.shape)
     found = _read(FlatModel.of(model), cache, jnp.asarray(tokens, jnp.int32), bias, heat)
     losses, ids = (np.asarray(each) for each in found[:2])

@@ -1,4 +1,4 @@
-"""Interventions that leave a token without the experts it takes."""
+"""Interventions that leave a token without its experts, or numbers that float32 cannot carry."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from ..errors import RequestError
 from ..model import Intervention
 from ..model.intervention import Ranged
 
+LARGEST = 1e6
+"""Of biases, factors and temperatures; forced experts stay before all others up to it."""
+
 
 def check(intervention: Intervention) -> Intervention:
     """The intervention, if at every position each token finds as many experts as it takes.
@@ -16,8 +19,10 @@ def check(intervention: Intervention) -> Intervention:
         intervention: with concrete values.
 
     Raises:
-        RequestError: names layer, row and positions, and how many experts are left.
+        RequestError: names layer, row and positions, and how many experts are left; or a bias,
+            factor or temperature that became too large or small by adding or multiplying.
     """
+    _check_numbers(intervention)
     starts = [
         np.unique(np.concatenate([np.ravel(each.start), np.ravel(each.stop)]))
         for each in (intervention.banned, intervention.forced, intervention.limit)
@@ -26,6 +31,17 @@ def check(intervention: Intervention) -> Intervention:
     for position in np.unique(np.concatenate(starts)):
         _check_at(intervention, int(position))
     return intervention
+
+
+def _check_numbers(intervention: Intervention) -> None:
+    for name, least in (("bias", 0), ("scale", 0), ("temperature", 1 / LARGEST)):
+        size = np.abs(np.asarray(getattr(intervention, name).values, np.float64))
+        # Of float32 numbers, so that a limit itself is fine.
+        wrong = size[(size < least * (1 - 1e-6)) | (size > LARGEST)]
+        if wrong.size:
+            raise RequestError(
+                f"a {name} of size {wrong[0]:g} comes out; accepted is {least:g} to {LARGEST:g}"
+            )
 
 
 def _check_at(intervention: Intervention, position: int) -> None:

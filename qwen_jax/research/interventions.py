@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,7 +24,7 @@ from ..config import QwenConfig
 from ..errors import RequestError
 from ..model import CausalLM, Intervention
 from ..model.intervention import NEUTRAL, Ranged, sparse_layers
-from .intervention_checks import check
+from .intervention_checks import LARGEST, check
 from .intervention_joins import combine, per_sequence
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
 
 END = np.iinfo(np.int32).max
 Model = CausalLM | QwenConfig
+Numbers = Iterable[int] | np.ndarray | jax.Array
 Positions = tuple[int, int | None]
 ALWAYS: Positions = (0, None)
 _DTYPES = {"banned": np.bool_, "forced": np.bool_, "limit": np.int32}
@@ -69,9 +71,9 @@ def neutral(model: Model) -> Intervention:
 
 def ban(
     model: Model,
-    experts: Sequence[int],
+    experts: Numbers,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Numbers | None = None,
     positions: Positions = ALWAYS,
     base: Intervention | None = None,
 ) -> Intervention:
@@ -81,15 +83,15 @@ def ban(
         RequestError: a layer is left with fewer experts than a token takes, a number that does not
             exist, or positions that `base` has otherwise for the same thing.
     """
-    values = dict.fromkeys(experts, True)
+    values = dict.fromkeys(_listed(experts, "experts"), True)
     return _changed(model, "banned", values, layers, positions, base)
 
 
 def force(
     model: Model,
-    experts: Sequence[int],
+    experts: Numbers,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Numbers | None = None,
     positions: Positions = ALWAYS,
     base: Intervention | None = None,
 ) -> Intervention:
@@ -98,7 +100,7 @@ def force(
     Raises:
         RequestError: more experts than a token takes, a banned one, and as for `ban`.
     """
-    values = dict.fromkeys(experts, True)
+    values = dict.fromkeys(_listed(experts, "experts"), True)
     return _changed(model, "forced", values, layers, positions, base)
 
 
@@ -106,7 +108,7 @@ def add_bias(
     model: Model,
     bias: Mapping[int, float] | Sequence[float] | np.ndarray,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Numbers | None = None,
     positions: Positions = ALWAYS,
     base: Intervention | None = None,
 ) -> Intervention:
@@ -120,7 +122,7 @@ def add_bias(
         base: what it is laid over.
 
     Raises:
-        RequestError: numbers that are not finite, and as for `ban`.
+        RequestError: numbers that are not within 1e6, and as for `ban`.
     """
     return _changed(model, "bias", bias, layers, positions, base)
 
@@ -129,7 +131,7 @@ def scale_weights(
     model: Model,
     factors: Mapping[int, float] | Sequence[float] | np.ndarray,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Numbers | None = None,
     positions: Positions = ALWAYS,
     base: Intervention | None = None,
 ) -> Intervention:
@@ -144,7 +146,7 @@ def experts_per_token(
     model: Model,
     k: int,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Numbers | None = None,
     positions: Positions = ALWAYS,
     base: Intervention | None = None,
 ) -> Intervention:
@@ -167,25 +169,24 @@ def temperature(
     model: Model,
     value: float,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Numbers | None = None,
     positions: Positions = ALWAYS,
     base: Intervention | None = None,
 ) -> Intervention:
     """What router logits are divided by: above 1 evens the weights out, below 1 sharpens them.
 
     Raises:
-        RequestError: a temperature that is not above 0 and finite, and as for `ban`.
+        RequestError: a temperature outside 1e-6 to 1e6, and as for `ban`.
     """
-    if not 1e-6 <= value <= 1e6:
-        raise RequestError(f"temperature is {value}; accepted is 1e-6 to 1e6")
-    return _changed(model, "temperature", float(value), layers, positions, base)
+    value = _number("temperature", value, 1 / LARGEST, LARGEST)
+    return _changed(model, "temperature", value, layers, positions, base)
 
 
 def shared_expert(
     model: Model,
     strength: float,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Numbers | None = None,
     positions: Positions = ALWAYS,
     base: Intervention | None = None,
 ) -> Intervention:
@@ -195,10 +196,9 @@ def shared_expert(
         RequestError: a strength outside 0 to 1, a model without shared experts, and as for `ban`.
     """
     config = _config(model)
-    if not 0 <= strength <= 1:
-        raise RequestError(f"strength is {strength}; accepted is 0 to 1, as a gate gives")
-    for layer in sparse_layers(config) if layers is None else layers:
-        if not config.width("shared_expert_intermediate_size", _layer(config, layer)):
+    strength = _number("strength", strength, 0.0, 1.0)
+    for layer in _layers(config, layers):
+        if not config.width("shared_expert_intermediate_size", layer):
             raise RequestError(
                 f"layer {layer} of this {config.model_type} model has no shared expert"
             )
@@ -213,7 +213,7 @@ def _changed(
     model: Model,
     name: str,
     values: Any,
-    layers: Sequence[int] | None,
+    layers: Numbers | None,
     positions: Positions,
     base: Intervention | None,
 ) -> Intervention:
@@ -222,8 +222,7 @@ def _changed(
     start, stop = _range(positions)
     like = getattr(nothing, name)
     arrays = [np.array(each) for each in (like.values, like.start, like.stop)]
-    chosen = nothing.layers if layers is None else [_layer(config, each) for each in layers]
-    for index in [nothing.layers.index(layer) for layer in chosen]:
+    for index in [nothing.layers.index(layer) for layer in _layers(config, layers)]:
         if name in _PER_EXPERT:
             numbers = _of_experts(values, config.num_experts)
             where, content = (index, 0, list(numbers)), list(numbers.values())
@@ -249,28 +248,51 @@ def _of_experts(values: Any, experts: int) -> dict[int, Any]:
         whole = isinstance(expert, int | np.integer) and not isinstance(expert, bool)
         if not whole or not 0 <= expert < experts:
             raise RequestError(f"expert {expert!r} does not exist; accepted are 0 to {experts - 1}")
-        if not np.isfinite(value):
-            raise RequestError(f"expert {expert}: {value} is not finite; to exclude it, ban it")
+        _number(f"the value of expert {expert}", value, -LARGEST, LARGEST)
     return dict(values)
 
 
+def _number(name: str, value: Any, least: float, most: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not least <= number <= most:
+        raise RequestError(f"{name} is {value!r}; accepted are numbers from {least:g} to {most:g}")
+    return number
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    """Elements of a list, a range or an array as Python's own numbers."""
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise RequestError(f"{what} is {values!r}; accepted is a list of whole numbers")
+    scalar = (np.generic, np.ndarray, jax.Array)
+    return [each.item() if isinstance(each, scalar) and each.ndim == 0 else each for each in values]
+
+
 def _range(positions: Positions) -> tuple[int, int]:
-    start, stop = positions
-    stop = END if stop is None else stop
-    if not 0 <= start < stop:
+    pair = tuple(positions) if isinstance(positions, Sequence) else ()
+    numbers: list[Any] = [END if at == 1 and each is None else each for at, each in enumerate(pair)]
+    whole = len(pair) == 2 and all(isinstance(each, int | np.integer) for each in numbers)
+    if not whole or not 0 <= numbers[0] < min(numbers[1], END):
         raise RequestError(
-            f"positions are {positions}; accepted is (first, behind the last) from 0 on, with None "
-            "for no end"
+            f"positions are {positions!r}; accepted are two whole numbers (first, behind the last) "
+            "from 0 on, with None for no end"
         )
-    return start, min(stop, END)
+    return int(numbers[0]), min(int(numbers[1]), END)
 
 
-def _layer(config: QwenConfig, layer: int) -> int:
-    layers = sparse_layers(config)
-    if layer not in layers:
-        raise RequestError(f"layer {layer!r} is no MoE layer; accepted are {list(layers)}")
-    return int(layer)
+def _layers(config: QwenConfig, layers: Numbers | None) -> list[int]:
+    every = sparse_layers(config)
+    chosen = every if layers is None else _listed(layers, "layers")
+    for layer in chosen:
+        if layer not in every or isinstance(layer, bool):
+            raise RequestError(f"layer {layer!r} is no MoE layer; accepted are {list(every)}")
+    return [int(layer) for layer in chosen]
 
 
 def _config(model: Model) -> QwenConfig:
-    return model if isinstance(model, QwenConfig) else model.config
+    config = model if isinstance(model, QwenConfig) else getattr(model, "config", None)
+    if not isinstance(config, QwenConfig):
+        raise RequestError(f"the model is {model!r}; accepted is a loaded model or a QwenConfig")
+    return config

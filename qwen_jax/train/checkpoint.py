@@ -41,6 +41,8 @@ class Checkpoints:
         orbax = _orbax()
         self.folder = folder.absolute()
         self.identity = json.loads(json.dumps(identity))
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{folder} is a file; checkpoints need a folder of their own")
         options = orbax.CheckpointManagerOptions(
             max_to_keep=KEPT, create=True, enable_async_checkpointing=False
         )

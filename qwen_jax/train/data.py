@@ -29,7 +29,7 @@ class Data:
         seed: of places and orders.
 
     Raises:
-        RequestError: a number below 1, or fewer tokens than two windows.
+        RequestError: a number below 1, a seed below 0, or fewer tokens than two windows.
     """
 
     tokens: np.ndarray
@@ -41,6 +41,8 @@ class Data:
         for name in ("rows", "window"):
             if (value := getattr(self, name)) < 1:
                 raise RequestError(f"{name} is {value}; accepted is a whole number from 1 on")
+        if self.seed < 0:
+            raise RequestError(f"seed is {self.seed}; accepted is a whole number from 0 on")
         needed = 2 * self.window + 1
         if len(self.tokens) < needed:
             raise RequestError(

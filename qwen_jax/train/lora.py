@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -43,7 +44,7 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise RequestError(f"rank is {self.rank}; accepted is a whole number from 1 on")
-        if not self.alpha > 0:
+        if not 0 < self.alpha < math.inf:
             raise RequestError(f"alpha is {self.alpha}; accepted is a number above 0")
 
     def start(self, parameters: Parameters, key: Array) -> Parameters:

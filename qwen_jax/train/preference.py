@@ -8,6 +8,7 @@ the model before training: its log probabilities are worked out once, before the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,13 +47,13 @@ class DirectPreference:
         beta: how dear it is to leave the reference; a larger one stays nearer.
 
     Raises:
-        RequestError: not above 0.
+        RequestError: not above 0, or not finite.
     """
 
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
+        if not 0 < self.beta < math.inf:
             raise RequestError(f"beta is {self.beta}; accepted is a number above 0")
 
     def size(self, batch: Pairs) -> Float[Array, ""]:

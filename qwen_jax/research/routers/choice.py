@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ...errors import RequestError
 from ...model import RouterContext, Routing
 from ...model.intervention import FORCING, at_slots, in_order
 
@@ -14,6 +16,19 @@ def products(x: Float[Array, "B T D"], weight: Float[Array, "E D"]) -> Float[Arr
     """Float32 logits x W^T, without TF32."""
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     return jnp.einsum("btd,ed->bte", x, weight, precision=jax.lax.Precision.HIGHEST)
+
+
+def checked_k(k: int, experts: int) -> int:
+    """K, if a token can take as many experts.
+
+    Raises:
+        RequestError: no whole number from 1 to E.
+    """
+    if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
+        raise RequestError(
+            f"k is {k!r}; accepted is a whole number from 1 to {experts}, the experts"
+        )
+    return int(k)
 
 
 def changed(logits: Float[Array, "B T E"], context: RouterContext) -> Float[Array, "B T E"]:

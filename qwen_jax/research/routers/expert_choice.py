@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ...errors import RequestError
 from ...model import RouterContext, Routing
-from .choice import changed, products, sorted_routing
+from .choice import changed, checked_k, products, sorted_routing
 
 
 class ExpertChoiceRouter(nnx.Module):
@@ -27,10 +26,8 @@ class ExpertChoiceRouter(nnx.Module):
     intervenes = True
 
     def __init__(self, weight: Float[Array, "E D"], k: int):
-        if not 1 <= k <= weight.shape[0]:
-            raise RequestError(f"k is {k}; accepted is 1 to {weight.shape[0]}, the experts")
         self.weight = nnx.Param(weight)
-        self.k = k
+        self.k = checked_k(k, weight.shape[0])
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
         """See the class."""

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int, UInt
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
+from .choice import checked_k
 
 
 class HashRouter:
@@ -19,9 +20,7 @@ class HashRouter:
     """
 
     def __init__(self, experts: int, k: int, *, seed: int = 0):
-        if not 1 <= k <= experts:
-            raise RequestError(f"k is {k}; accepted is 1 to {experts}, the experts")
-        self.experts, self.k, self.seed = experts, k, seed
+        self.experts, self.k, self.seed = experts, checked_k(k, experts), seed
 
     def __hash__(self) -> int:
         return hash((type(self), self.experts, self.k, self.seed))

@@ -17,6 +17,7 @@ from ...model.intervention import sparse_layers
 from ...model.moe import SparseMoE
 from ...model.routing import TopKRouter, check_shapes, name_of
 from .capacity import CapacityRouter
+from .choice import checked_k
 from .expert_choice import ExpertChoiceRouter
 from .hashed import HashRouter
 from .mass import MassRouter
@@ -88,7 +89,7 @@ def with_router(model: CausalLM, name: str, **settings: Any) -> CausalLM:
 def _widened(gate: TopKRouter, k: int | None) -> TopKRouter:
     """The released rule with another number of experts."""
     gate = nnx.clone(gate)
-    gate.chosen = gate.chosen if k is None else k
+    gate.chosen = gate.chosen if k is None else checked_k(k, gate.weight.shape[0])
     return gate
 
 
@@ -139,6 +140,11 @@ def check_router(router: Router, config: QwenConfig, layer: int) -> Router:
         RequestError: wrong shapes or dtypes, an expert twice in a token, an id below 0, or weights
             that are not finite.
     """
+    if not callable(router):
+        raise RequestError(
+            f"the router of layer {layer} is {router!r}; accepted is a function (x, context) -> "
+            "Routing"
+        )
     random = np.random.default_rng(0)
     batch, tokens = 2, 7
     positions = np.tile(np.arange(tokens, dtype=np.int32), (batch, 1))
@@ -153,7 +159,7 @@ def check_router(router: Router, config: QwenConfig, layer: int) -> Router:
         layer=layer,
     )
     routing = jax.jit(lambda x, context: router(x, context))(jnp.asarray(x), context)
-    check_shapes(router, routing, positions.shape)
+    check_shapes(router, routing, positions.shape, config.num_experts)
     check_routing(routing, config.num_experts, router, valid=positions >= 0)
     return router
 

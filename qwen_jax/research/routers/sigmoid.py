@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Real
 
 from ...model import RouterContext, Routing
 from ...model.intervention import at_slots
-from .choice import changed, largest, products, sorted_routing
+from .choice import changed, checked_k, largest, products, sorted_routing
 
 
 class SigmoidRouter(nnx.Module):
@@ -23,6 +23,9 @@ class SigmoidRouter(nnx.Module):
     Attributes:
         weight: [E, D].
         balance: float32 [E]; `balanced` says how it changes. No gradient reaches it.
+
+    Raises:
+        RequestError: k outside 1 to E.
     """
 
     intervenes = True
@@ -30,7 +33,7 @@ class SigmoidRouter(nnx.Module):
     def __init__(self, weight: Float[Array, "E D"], k: int, *, renormalise: bool = True):
         self.weight = nnx.Param(weight)
         self.balance = nnx.Variable(jnp.zeros((weight.shape[0],), jnp.float32))
-        self.k = k
+        self.k = checked_k(k, weight.shape[0])
         self.renormalise = renormalise
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:

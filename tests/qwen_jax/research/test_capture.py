@@ -121,11 +121,13 @@ def test_counts_alone_bring_nothing_to_the_host(sparse, pieces):
         ([[1], []], {}, "prompt 1 is empty"),
         ([[61]], {}, "id 61 is outside"),
         ([[1] * 65], {}, "sequence 0 has 65 tokens"),
+        ([1, 2], {}, "prompt 0 is 1; accepted is a list"),
+        ([[1]], {"capture": "all"}, "capture is 'all'; accepted are"),
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
         ([[1]], {"chunk_size": 0}, "chunk_size is 0"),
     ],
 )
-def test_refusals(sparse, sequences, options, words):
+def test_refusals(sparse, sequences, options, words, no_type_checks):
     with pytest.raises(RequestError, match=words):
         trace_text(sparse, sequences, **options)
     with pytest.raises(RequestError, match="no piece"):

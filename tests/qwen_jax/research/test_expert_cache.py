@@ -18,6 +18,7 @@ from qwen_jax.model import Routing
 from qwen_jax.research import interventions as change
 from qwen_jax.research.cached_experts import distinct_experts, lru_hits
 from qwen_jax.research.expert_cache import ExpertHeat, HeatBias, measure
+from qwen_jax.research.routers import with_router
 
 E, K = 6, 2
 
@@ -121,11 +122,15 @@ def test_a_loop_is_steered_by_what_it_has_seen(tiny):
 
 
 def test_bad_input_is_refused(tiny, tokens):
+    hashed = with_router(tiny, "hash")
     for call, message in (
         (lambda: ExpertHeat.empty(tiny, 1, 0), "window is 0"),
         (lambda: measure(tiny, tokens[:, :1], resident=1), r"shape \(2, 1\)"),
         (lambda: measure(tiny, tokens, resident=0), "resident is 0"),
         (lambda: measure(tiny, tokens, resident=1, within=np.inf), "strengths are inf and 0.0"),
+        (lambda: measure(tiny, tokens + 61, resident=1), "outside the vocabulary"),
+        (lambda: measure(hashed, tokens, resident=1, within=1.0), "router HashRouter takes none"),
+        (lambda: HeatBias.of(tiny, np.nan), "strengths are nan and 0.0"),
         (lambda: HeatBias.of(tiny, 1.0, base=change.add_bias(tiny, {0: 1.0})), "bias itself"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -209,24 +209,59 @@ REFUSED = {
     "forced": (lambda m: change.force(m, [1, 2, 3]), "forces 3 experts in layer 0.*takes 2"),
     "both": (lambda m: change.force(m, [1], base=change.ban(m, [1])), "both banned and forced"),
     "k": (lambda m: change.experts_per_token(m, 7), "k is 7; accepted is .* 1 to 6"),
-    "temperature": (lambda m: change.temperature(m, 0.0), "temperature is 0.0"),
-    "nan": (lambda m: change.add_bias(m, {1: float("nan")}), "expert 1: nan is not finite"),
+    "temperature": (
+        lambda m: change.temperature(m, 0.0),
+        "temperature is 0.0; accepted are",
+    ),
+    "nan": (
+        lambda m: change.add_bias(m, {1: float("nan")}),
+        "value of expert 1 is nan; accepted are",
+    ),
     "shape": (lambda m: change.add_bias(m, [1.0]), r"shape \(1,\); accepted are 6 numbers"),
-    "strength": (lambda m: change.shared_expert(m, 1.5), "strength is 1.5; accepted is 0 to 1"),
+    "strength": (
+        lambda m: change.shared_expert(m, 1.5),
+        "strength is 1.5; accepted are .* 0 to 1",
+    ),
     "range": (lambda m: change.ban(m, [1], positions=(4, 4)), r"positions are \(4, 4\)"),
     "ranges": (
         lambda m: change.ban(m, [1], positions=(0, 3), base=change.ban(m, [1], positions=(1, 4))),
         "banned of expert 1 of layer 0 is given for positions 1 to 4 and for 0 to 3",
     ),
     "none": (lambda m: change.per_sequence([None]), "got no intervention"),
+    "one": (lambda m: change.ban(m, 3), "experts is 3; accepted is a list"),
+    "one layer": (lambda m: change.ban(m, [3], layers=1), "layers is 1; accepted is a list"),
+    "mask": (lambda m: change.ban(m, np.arange(E) > 4), "expert False does not exist"),
+    "place": (lambda m: change.ban(m, [1], positions=4), "positions are 4; accepted are two"),
+    "between": (lambda m: change.ban(m, [1], positions=(1.5, 2)), "positions are .1.5, 2."),
+    "far": (lambda m: change.ban(m, [1], positions=(2**31, None)), "positions are .2147483648"),
+    "first": (lambda m: change.ban(m, [1], positions=(None, 2)), "positions are .None, 2."),
+    "large": (lambda m: change.add_bias(m, {1: 1e300}), "value of expert 1 is 1e.300; accepted"),
+    "word": (lambda m: change.scale_weights(m, {1: "a"}), "value of expert 1 is 'a'; accepted"),
+    "words": (lambda m: change.temperature(m, "hot"), "temperature is 'hot'; accepted"),
+    "added": (
+        lambda m: change.add_bias(m, {1: 9e5}, base=change.add_bias(m, {1: 9e5})),
+        "a bias of size 1.8e.06 comes out",
+    ),
+    "cold": (
+        lambda m: change.temperature(m, 1e-4, base=change.temperature(m, 1e-4)),
+        "a temperature of size 1e-08 comes out",
+    ),
+    "no model": (lambda m: change.ban("demo", [1]), "the model is 'demo'"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_bad_input_is_refused(tiny, kind):
+def test_bad_input_is_refused(tiny, kind, no_type_checks):
     make, message = REFUSED[kind]
     with pytest.raises(RequestError, match=message):
         make(tiny)
+
+
+def test_numbers_may_come_in_arrays(tiny):
+    found = change.ban(tiny, jnp.asarray([1, 2]), layers=np.asarray([1]), positions=(3, 9))
+    wanted = change.ban(tiny, [1, 2], layers=[1], positions=(3, 9))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    change.temperature(tiny, 1e6), change.temperature(tiny, 1e-6), change.add_bias(tiny, {0: -1e6})
 
 
 def test_fewer_experts_are_left_in_one_sequence_at_some_positions(tiny):
@@ -245,6 +280,9 @@ def test_models_that_it_does_not_fit(tiny, tokens):
     wide = dataclasses.replace(tiny.config, num_experts=8)
     with pytest.raises(RequestError, match=r"of 8 experts, but this model has .* of 6"):
         tiny(tokens, intervention=change.ban(wide, [7]))
+    single = dataclasses.replace(tiny.config, num_experts_per_tok=1)
+    with pytest.raises(RequestError, match="for 1 experts a token, but this model has 2"):
+        tiny(tokens, intervention=change.ban(single, range(5)))
     three = change.per_sequence([change.neutral(tiny)] * 3)
     with pytest.raises(RequestError, match="3 rows for 2 sequences"):
         tiny(tokens, intervention=three)

@@ -311,6 +311,13 @@ REFUSED = {
     "dtype": (changed(weights=jnp.zeros((2, 7, K), jnp.bfloat16)), "gave weights bfloat16"),
     "width": (changed(weights=jnp.zeros((2, 7, 1))), r"float32\[2, 7, 1\]; accepted is float32"),
     "tuple": (lambda x, context: (1, 2), "gave a tuple; accepted is a Routing"),
+    "slots": (
+        changed(ids=jnp.zeros((2, 7, 0), jnp.int32), weights=jnp.zeros((2, 7, 0))),
+        r"gave ids int32\[2, 7, 0\]; accepted is .* A is 1 or more",
+    ),
+    "logits": (changed(logits=jnp.zeros((2, 7, K))), r"gave logits float32\[2, 7, 3\]; accepted"),
+    "thin": (changed(logits=jnp.zeros((2, 7, E), jnp.bfloat16)), "gave logits bfloat16"),
+    "nothing": (None, "router of layer 0 is None; accepted is a function"),
     "nan": (
         lambda x, c: Routing(
             jnp.zeros((2, 7, 1), jnp.int32), jnp.full((2, 7, 1), jnp.nan, jnp.float32)
@@ -321,14 +328,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_router_that_gives_no_routing_is_refused(kind):
+def test_a_router_that_gives_no_routing_is_refused(kind, no_type_checks):
     router, message = REFUSED[kind]
     with pytest.raises(RequestError, match=message):
         routers.check_router(router, CONFIG, 0)
     routers.check_router(empty, CONFIG, 0)
 
 
-def test_by_name(tiny):
+def test_by_name(tiny, no_type_checks):
     model = routers.with_router(tiny, "capacity", capacity=5, overflow="next", k=3)
     assert [layer.mlp.gate.inner.chosen for layer in model.layers] == [3, 3]
     assert isinstance(tiny.layers[0].mlp.gate, TopKRouter)
@@ -339,6 +346,11 @@ def test_by_name(tiny):
         ("mass", {"mass": 0.5, "share": 1}, "unexpected keyword argument 'share'"),
         ("mass", {"mass": 2.0}, "mass is 2.0; accepted"),
         ("capacity", {"capacity": 0}, "capacity is 0; accepted"),
+        ("softmax", {"k": 0}, "k is 0; accepted is a whole number from 1 to"),
+        ("mass", {"mass": 0.5, "k": 99}, "k is 99; accepted"),
+        ("sigmoid", {"k": 0}, "k is 0; accepted"),
+        ("sigmoid", {"k": 99}, "k is 99; accepted"),
+        ("hash", {"k": 2.5}, "k is 2.5; accepted"),
     ):
         with pytest.raises(RequestError, match=message):
             routers.with_router(tiny, name, **settings)

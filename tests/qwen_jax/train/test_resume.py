@@ -149,6 +149,10 @@ def test_nothing_to_go_on_from(run, beginning, tmp_path):
         pytest.raises(CheckpointError, match="holds no checkpoint"),
     ):
         checkpoints.restore(state)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(CheckpointError, match="file is a file; checkpoints need a folder"):
+        Checkpoints(file, run.identity(state))
 
 
 def test_a_loss_that_is_no_number_ends_the_run(run, beginning):
