@@ -35,7 +35,8 @@ class Run:
         at_once: steps in one compiled program. Figures come as often.
 
     Raises:
-        RequestError: a number below its range, or steps that are no multiple of `at_once`.
+        RequestError: a number below its range, steps that are no multiple of `at_once`, or a text
+            with ids outside the model's vocabulary.
     """
 
     trainer: Trainer
@@ -56,6 +57,13 @@ class Run:
         if self.at_once < 1 or self.schedule.steps % self.at_once:
             raise RequestError(
                 f"at_once is {self.at_once}; accepted are divisors of {self.schedule.steps} steps"
+            )
+        vocabulary = self.trainer.skeleton.config.vocab_size
+        least, most = int(self.data.tokens.min()), int(self.data.tokens.max())
+        if least < 0 or most >= vocabulary:
+            raise RequestError(
+                f"the text has ids from {least} to {most}; accepted are 0 to {vocabulary - 1}: "
+                "encode it with the model's tokenizer"
             )
 
     def identity(self, state: TrainState) -> dict[str, Any]:
@@ -118,7 +126,13 @@ class Run:
         return state
 
     def look(self, state: TrainState) -> float:
-        """Mean loss of a held-out token in nats."""
+        """Mean loss of a held-out token in nats.
+
+        Raises:
+            RequestError: there is nothing held out.
+        """
+        if not self.held_out:
+            raise RequestError("nothing is held out; give the run held_out=held_out_batches(...)")
         sums = [
             np.asarray(self.trainer.loss(state.trained, self.fixed, batch), np.float64)
             for batch in self.held_out

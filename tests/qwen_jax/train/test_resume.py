@@ -155,6 +155,11 @@ def test_nothing_to_go_on_from(run, beginning, tmp_path):
         Checkpoints(file, run.identity(state))
 
 
+def test_nothing_to_look_at(run, beginning):
+    with pytest.raises(RequestError, match="nothing is held out"):
+        dataclasses.replace(run, held_out=()).look(beginning())
+
+
 def test_a_loss_that_is_no_number_ends_the_run(run, beginning):
     state = beginning()
     broken = {name: value * np.float32("nan") for name, value in run.fixed.items()}
@@ -179,6 +184,9 @@ def test_numbers_that_do_not_fit(run):
         dataclasses.replace(run, at_once=4, look_every=0, save_every=0)
     with pytest.raises(RequestError, match="save_every is 3; accepted are 0 and multiples of 2"):
         dataclasses.replace(run, save_every=3)
+    foreign = dataclasses.replace(run.data, tokens=run.data.tokens + 1000)
+    with pytest.raises(RequestError, match="the text has ids from 10.*encode it with"):
+        dataclasses.replace(run, data=foreign)
 
 
 def test_figures_of_a_file_that_was_cut_off(tmp_path):
