@@ -165,7 +165,7 @@ def test_numbers_that_do_not_fit(run):
     with pytest.raises(RequestError, match="save_every is 3; accepted are 0 and multiples of 2"):
         dataclasses.replace(run, save_every=3)
     foreign = dataclasses.replace(run.data, tokens=run.data.tokens + 1000)
-    with pytest.raises(RequestError, match="the text has ids from 10.*encode it with"):
+    with pytest.raises(RequestError, match=r"the text has ids from 10.*encode it with"):
         dataclasses.replace(run, data=foreign)
 
 
