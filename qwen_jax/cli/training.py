@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..train import Schedule, Training
     from ..train.lora import Lora
 
+WARMUP = 20
 _LINES_APART = 10.0
 
 
@@ -35,7 +36,8 @@ class DescentFlags:
         accumulate: cut each batch into so many parts, one in memory at a time.
         window: tokens of a window (512 by default).
         learning_rate: the largest, of AdamW (1e-3 by default).
-        warmup: steps in which it rises from nothing (20 by default); then it falls along a cosine.
+        warmup: steps in which it rises from nothing (20 by default, or all if there are fewer);
+            then it falls along a cosine.
         final_rate: share of it that is left at the end (0.1 by default).
         weight_decay: of matrices (0.1 by default).
         clip: longest gradient; longer ones are shortened to it (1 by default).
@@ -47,7 +49,7 @@ class DescentFlags:
     accumulate: Whole = 1
     window: Whole = 512
     learning_rate: Annotated[float, Parameter(alias="--lr")] = 1e-3
-    warmup: Whole = 20
+    warmup: MaybeWhole = None
     final_rate: float = 0.1
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -57,7 +59,8 @@ class DescentFlags:
         """The rates of a run."""
         from ..train import Schedule
 
-        return Schedule(self.steps, self.learning_rate, self.warmup, self.final_rate)
+        warmup = min(WARMUP, self.steps) if self.warmup is None else self.warmup
+        return Schedule(self.steps, self.learning_rate, warmup, self.final_rate)
 
 
 @Parameter(name="*")

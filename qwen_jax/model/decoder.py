@@ -179,11 +179,14 @@ class CausalLM(nnx.Module):
         Raises:
             RequestError: says what does not fit.
         """
-        intervention.check_fits(self.config, rows)
-        mlps = {layer: self.layers[layer].mlp for layer in intervention.layers}
-        intervention.check_routers(
-            {layer: mlp.gate for layer, mlp in mlps.items() if isinstance(mlp, SparseMoE)}
-        )
+        routers = self.routers()
+        intervention.check_fits(self.config, routers, rows)
+        intervention.check_routers(routers)
+
+    def routers(self) -> dict[int, Any]:
+        """Of the MoE layers, by number."""
+        mlps = {i: layer.mlp for i, layer in enumerate(self.layers)}
+        return {i: mlp.gate for i, mlp in mlps.items() if isinstance(mlp, SparseMoE)}
 
     def next_logits(self, residual: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Final norm and head, on the residual stream behind the last layer; float32.

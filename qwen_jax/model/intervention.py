@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
-from .routing import Routing, name_of
+from .routing import Routing, name_of, own_number
 
 FORCING = 1e9
 """Added to the scores of forced experts for the choice alone; their weights do not see it."""
@@ -102,8 +102,13 @@ class Intervention:
         }
         return LayerIntervention(**fields, slots=self.slots)
 
-    def check_fits(self, config: QwenConfig, rows: int) -> None:
+    def check_fits(self, config: QwenConfig, routers: Mapping[int, Any], rows: int) -> None:
         """Refuse an intervention that was made for another model or batch; shapes alone.
+
+        Args:
+            config: the model's.
+            routers: of the MoE layers, by number.
+            rows: B.
 
         Raises:
             RequestError: other MoE layers, experts or experts a token, or a wrong number of rows.
@@ -115,10 +120,10 @@ class Intervention:
                 f"the intervention is for MoE layers {self.layers} of {experts} experts, but this "
                 f"model has layers {layers} of {config.num_experts}; make it with this model"
             )
-        if self.own != config.num_experts_per_tok:
+        if self.own != (own := own_number(config.num_experts_per_tok, routers)):
             raise RequestError(
-                f"the intervention is for {self.own} experts a token, but this model has "
-                f"{config.num_experts_per_tok}; make it with this model"
+                f"the intervention is for {self.own} experts a token, but this model has {own}; "
+                "make it with this model"
             )
         if own_rows not in (1, rows):
             raise RequestError(

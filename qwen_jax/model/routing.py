@@ -4,6 +4,7 @@ Statistics and further routers live in `qwen_jax.research`.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -129,6 +130,22 @@ def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -
     ids: Int[Array, "B T A"] = jnp.where(used, routing.ids, experts)
     weights = jnp.where(used, routing.weights, 0.0)
     return dataclasses.replace(routing, ids=ids, weights=weights)
+
+
+def own_number(default: int, routers: Mapping[int, Any]) -> int:
+    """Most experts that a token takes by itself, in any layer.
+
+    Args:
+        default: of a router that does not say, and of a model without any.
+        routers: by layer. One says its number with an attribute `chosen` or `k`, or has one that
+            says it as `inner`.
+    """
+    numbers = [] if routers else [default]
+    for each in routers.values():
+        inner = getattr(each, "inner", each)
+        number = getattr(inner, "chosen", getattr(inner, "k", None))
+        numbers.append(number if isinstance(number, int) else default)
+    return max(numbers)
 
 
 def name_of(router: Any) -> str:

@@ -24,6 +24,7 @@ from ..config import QwenConfig
 from ..errors import RequestError
 from ..model import CausalLM, Intervention
 from ..model.intervention import NEUTRAL, Ranged, sparse_layers
+from ..model.routing import own_number
 from .intervention_checks import LARGEST, check
 from .intervention_joins import combine, per_sequence
 
@@ -65,7 +66,8 @@ def neutral(model: Model) -> Intervention:
             jnp.zeros(shape, jnp.int32),
             jnp.zeros(shape, jnp.int32),
         )
-    own = config.num_experts_per_tok
+    routers = {} if isinstance(model, QwenConfig) else model.routers()
+    own = own_number(config.num_experts_per_tok, routers)
     return Intervention(**fields, layers=layers, own=own, slots=own)
 
 

@@ -16,6 +16,7 @@ from qwen_jax.decode.prompt import run_prefill
 from qwen_jax.errors import RequestError
 from qwen_jax.model import Intervention, ModelOutput
 from qwen_jax.research import interventions as change
+from qwen_jax.research.routers import with_router
 from tests.qwen_jax.conftest import TINY
 from tests.qwen_jax.research.conftest import LENGTHS
 
@@ -270,6 +271,19 @@ def test_fewer_experts_are_left_in_one_sequence_at_some_positions(tiny):
         change.ban(tiny, [3, 4], layers=[1], positions=(5, None), base=ok)
     change.ban(tiny, [3, 4], positions=(10, None), base=ok)
     change.ban(tiny, [3, 4], base=change.experts_per_token(tiny, 1, base=ok))
+
+
+@pytest.mark.parametrize(("k", "left"), [(4, 3), (1, 1)])
+def test_a_router_of_another_number_says_how_many_must_be_left(tiny, k, left):
+    """Of six experts; the configuration has two a token."""
+    model = with_router(tiny, "softmax", k=k)
+    assert change.neutral(model).own == k
+    change.ban(model, range(6 - k))
+    if left < k:
+        with pytest.raises(RequestError, match=f"leaves {left} experts .* takes {k}"):
+            change.ban(model, range(6 - left))
+        with pytest.raises(RequestError, match="for 4 experts a token, but this model has 2"):
+            tiny.check_intervention(change.neutral(model), 1)
 
 
 def test_models_that_it_does_not_fit(tiny, tokens):
