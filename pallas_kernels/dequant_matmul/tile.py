@@ -27,21 +27,20 @@ Inputs = Callable[[Any, int], Float[Array, "m i"]]
 """So many inputs from a unit on, turned, of the rows of a program: for each of `copies`."""
 
 
-def products(
+def product(
     shape: Shape,
     config: SomeRows,
-    matrices: Sequence[tuple[tuple[Any, ...], Any]],
+    refs: Sequence[Any],
     first: Any,
     steps: tuple[Any, Any],
     inputs: Inputs,
-) -> list[Float[Array, "o m"]]:
-    """Sums of one program over a range of units, for each of some matrices of one format.
+) -> Float[Array, "o m"]:
+    """Sums of one program over a range of units.
 
     Args:
-        shape: of one of the products; its rows are not looked at.
+        shape: of the product; its rows are not looked at.
         config: see there.
-        matrices: of each, the arrays that it lies in, codes, scales and perhaps zero points, and
-            the row of them that is its first output.
+        refs: codes, scales and perhaps zero points.
         first: output of the program.
         steps: first iteration and the one after the last, of `config.units` units each.
         inputs: see there.
@@ -49,37 +48,25 @@ def products(
     # Outputs first: then what is decoded is multiplied as it lies in registers.
     size = config.outputs, config.rows
     units = min(shape.group_units, BLOCK_UNITS) if copies(shape) == 1 else BLOCK_UNITS
-    places = [
-        block * BLOCK_UNITS + unit
-        for block in range(config.blocks)
-        for unit in range(0, BLOCK_UNITS, units)
-    ]
+    places = range(0, config.units, units)
 
-    def numbers(index: Any) -> list[list[list[Array]]]:
-        return [
-            [
-                _numbers(shape, config, refs[1:], (row, first, index * config.units + unit))
-                for refs, row in matrices
-            ]
-            for unit in places
-        ]
+    def numbers(index: Any) -> list[list[Array]]:
+        start = index * config.units
+        return [_numbers(shape, config, refs[1:], first, start + unit) for unit in places]
 
     def add(index: Array, carry: Any) -> Any:
-        totals, of_groups = carry
+        total, of_groups = carry
         # One iteration ahead: nothing else here is read and needed in the same one.
         following = numbers(index + 1)
         start = index * config.units
-        made = [_codes(shape, config, refs[0], row, first, start) for refs, row in matrices]
-        for unit, mine, *codes in zip(places, of_groups, *made, strict=True):
+        made = _codes(shape, config, refs[0], first, start)
+        for unit, codes, mine in zip(places, made, of_groups, strict=True):
             x = inputs(start + unit, units * UNIT)
-            totals = [
-                total + _scaled(each, of_group, x, config.rows)
-                for total, each, of_group in zip(totals, codes, mine, strict=True)
-            ]
-        return totals, following
+            total = total + _scaled(codes, mine, x, config.rows)
+        return total, following
 
-    totals = [jnp.zeros(size, jnp.float32)] * len(matrices)
-    return jax.lax.fori_loop(*steps, add, (totals, numbers(steps[0])))[0]
+    total = jnp.zeros(size, jnp.float32)
+    return jax.lax.fori_loop(*steps, add, (total, numbers(steps[0])))[0]
 
 
 def copies(shape: Shape) -> int:
@@ -97,7 +84,7 @@ def order(shape: Shape) -> tuple[int, int]:
 
 
 def _numbers(
-    shape: Shape, config: SomeRows, refs: Sequence[Any], at: tuple[Any, Any, Any]
+    shape: Shape, config: SomeRows, refs: Sequence[Any], first: Any, unit: Any
 ) -> list[Float[Array, "o g"]]:
     """Scales of groups that are multiplied together; with zero points, how far the centre is above.
 
@@ -105,15 +92,15 @@ def _numbers(
         shape: of the product.
         config: see there.
         refs: scales and perhaps zero points.
-        at: row of them that is the first output, output of the program, first unit.
+        first: output of the program.
+        unit: first.
     """
-    row, first, unit = at
     size = config.outputs, copies(shape)
     output, unit = first + iota(size, 0), unit + iota(size, 1) * shape.group_units
     mask = unit < shape.units
     if shape.outputs % size[0]:
         mask = mask & (output < shape.outputs)
-    where = row + output, unit // shape.group_units, mask
+    where = output, unit // shape.group_units, mask
     return [per_group(refs[0], *where), *(above_zero(shape, ref, *where) for ref in refs[1:])]
 
 
@@ -145,7 +132,7 @@ def _scaled(
 
 
 def _codes(
-    shape: Shape, config: SomeRows, codes_ref: Any, row: Any, first: Any, start: Any
+    shape: Shape, config: SomeRows, codes_ref: Any, first: Any, start: Any
 ) -> list[Float[Array, "o i"]]:
     """The codes of an iteration, as many as are multiplied together: a group's, or a block's.
 
@@ -153,11 +140,10 @@ def _codes(
         shape: of the product.
         config: see there.
         codes_ref: words.
-        row: of them, that is the first output.
         first: output of the program.
         start: first unit.
     """
-    read = functools.partial(_words, shape, config, codes_ref, row, first, start)
+    read = functools.partial(_words, shape, config, codes_ref, first, start)
     if shape.bits == 3:
         size = config.outputs, config.blocks, BLOCK_UNITS
         blocks = [parts(read(word).reshape(size).transpose(0, 2, 1)) for word in range(3)]
@@ -177,7 +163,7 @@ def _codes(
 
 
 def _words(
-    shape: Shape, config: SomeRows, codes_ref: Any, row: Any, first: Any, start: Any, word: int
+    shape: Shape, config: SomeRows, codes_ref: Any, first: Any, start: Any, word: int
 ) -> UInt[Array, "o u"] | UInt[Array, "o t u"]:
     """One word of each unit of an iteration; or, but at 3 bits, one of each thread's words.
 
@@ -188,7 +174,6 @@ def _words(
         shape: see `_codes`.
         config: see `_codes`.
         codes_ref: see `_codes`.
-        row: see `_codes`.
         first: see `_codes`.
         start: see `_codes`.
         word: which.
@@ -204,7 +189,7 @@ def _words(
     warp, pair = output // 8 % warps, output // (8 * warps) % 2
     output = first + output // (16 * warps) * (16 * warps) + warp * 16 + pair * 8 + output % 8
     mask = shape.mask((config.outputs, config.units), output, unit)
-    return load(codes_ref, row + output, column + unit, mask=mask)
+    return load(codes_ref, output, column + unit, mask=mask)
 
 
 def _in_order(
