@@ -175,22 +175,22 @@ def assembled(
     args: list[Array],
     constraints: str,
     result: jax.ShapeDtypeStruct | None = None,
-    pack: int = 1,
 ) -> Float[Array, "..."]:
-    """Several instructions on each element at once.
+    """Several instructions on each element.
+
+    Elements come one by one: which of them would come together depends on the compiler's layout.
 
     Args:
         text: PTX, with $0 for the result and $1, $2, ... for the arguments.
         args: of one shape.
         constraints: LLVM's, of the result and each argument.
         result: its shape and dtype; float32 if None.
-        pack: elements that are given at once.
     """
     return plt.elementwise_inline_asm(
         text,
         args=args,
         constraints=constraints,
-        pack=pack,
+        pack=1,
         result_shape_dtypes=[result or jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )[0]
 

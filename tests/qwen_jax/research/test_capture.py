@@ -27,28 +27,9 @@ from qwen_jax.research import (
     trace_of,
     trace_text,
 )
+from tests.qwen_jax.research.conftest import SMALL
 
-SPARSE = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0],
-    "rope_theta": 10000.0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "dtype": "float32",
-}
+SPARSE = SMALL | {"mlp_only_layers": [0]}
 LENGTHS = (37, 5, 16, 21, 1)
 SEQUENCES = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in LENGTHS]
 CHUNK = 16

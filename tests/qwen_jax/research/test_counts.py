@@ -21,29 +21,9 @@ from qwen_jax.research import (
     statistics,
     trace_of,
 )
+from tests.qwen_jax.research.conftest import SMALL
 
-CONFIG = QwenConfig.from_hf(
-    {
-        "model_type": "qwen3_moe",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 32,
-        "max_position_embeddings": 64,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        "dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-)
+CONFIG = QwenConfig.from_hf(SMALL)
 DENSE = dataclasses.replace(CONFIG, mlp_only_layers=(0, 1))
 
 
