@@ -149,27 +149,6 @@ def multiply_add(
     )[0]
 
 
-def as_mantissa(words: UInt[Array, "..."], mask: int, exponent: int) -> Float[Array, "..."]:
-    """The masked bits as those of a mantissa, inside a kernel, in one instruction.
-
-    Args:
-        words: uint32.
-        mask: bits below 23.
-        exponent: of the power of two that is added. With 23 - p, a field at bit p gives its value.
-    """
-    power = (127 + exponent) << 23
-    if current_target().platform == INTERPRETER:
-        bits = (words & jnp.uint32(mask)) | jnp.uint32(power)
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return plt.elementwise_inline_asm(
-        f"{{ .reg .b32 mask; mov.b32 mask, {mask}; lop3.b32 $0, $1, mask, {power}, 0xEA; }}",
-        args=[jax.lax.bitcast_convert_type(words, jnp.int32)],
-        constraints="=f,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float32)],
-    )[0]
-
-
 def assembled(
     text: str,
     args: list[Array],

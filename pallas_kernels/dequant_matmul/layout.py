@@ -1,14 +1,17 @@
-"""How codes of 3, 4 and 8 bits lie in memory, version 1.
+"""How codes of 3, 4 and 8 bits lie in memory, version 2.
 
 A unit is 32 consecutive values along the input dimension, in as many uint32 words as a code has
 bits: a matrix [O I] is uint32 [O Q U], with Q bits a code and U = ceil(I / 32) units a row.
 
-    4 bits: value 8 i + j is in bits 4 j to 4 j + 3 of word i.
-    8 bits: value 4 i + j is in bits 8 j to 8 j + 7 of word i.
-    3 bits: value 10 i + j is in bits 3 j to 3 j + 2 of word i, with j below 10. Values 30 and 31
-        are in bits 30 and 31 of all words, where three shifts bring them together: bits 1 and 2 of
-        value 30 in word 0, its bit 0 and then bit 2 of value 31 in word 1, bits 0 and 1 of value
-        31 in word 2.
+Both halves of a word, 16 bits each, have the same fields, and values alternate between them: 2 j is
+in the lower half, 2 j + 1 in the same bits of the upper one. So an instruction that takes two
+numbers of 16 bits takes two consecutive values.
+
+    4 bits: values 8 i + 2 j and the next are in bits 4 j to 4 j + 3 of the halves of word i.
+    8 bits: values 4 i + 2 j and the next are in bits 8 j to 8 j + 7 of the halves of word i.
+    3 bits: values 10 i + 2 j and the next are in bits 3 j to 3 j + 2 of the halves of word i, with
+        j below 5. That leaves the highest bit of each half: bit i of values 30 and 31 is that of
+        the halves of word i.
 
 The values of the last unit from I on are codes 0; whatever reads them must not count them.
 
@@ -28,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BITS = (3, 4, 8)
 GROUP_SIZES = (32, 64, 128)
 UNIT = 32
@@ -94,12 +97,15 @@ def unpack(codes: Any, inputs: int) -> Any:
             f"codes hold {units} units of {UNIT} values; {inputs} values need {unit_count(inputs)}"
         )
     words = xp.swapaxes(codes, -1, -2)[..., None]
-    fields = 32 // bits
-    values = _fields(words, xp.arange(fields, dtype=xp.uint32) * xp.uint32(bits), 2**bits - 1)
-    values = values.reshape(*words.shape[:-2], bits * fields)
+    first = xp.asarray(first_bits(bits), xp.uint32)
+    values = (words >> first.reshape((1,) * (words.ndim - 1) + first.shape)) & xp.uint32(
+        2**bits - 1
+    )
+    values = values.reshape(*words.shape[:-2], bits * len(first))
     if bits == 3:
-        first, second, third = (words[..., word, :] >> xp.uint32(30) for word in range(3))
-        last = (first << 1) | (second & 1), ((second & 2) << 1) | third
+        single = [(words[..., word, :] >> xp.uint32(15)) & xp.uint32(0x10001) for word in range(3)]
+        both = single[0] | (single[1] << xp.uint32(1)) | (single[2] << xp.uint32(2))
+        last = both & xp.uint32(7), both >> xp.uint32(16)
         values = xp.concatenate([values, *last], axis=-1)
     values = values.astype(xp.uint8)
     return values.reshape(*codes.shape[:-2], units * UNIT)[..., :inputs]
@@ -126,6 +132,11 @@ def unit_count(inputs: int) -> int:
     return -(-inputs // UNIT)
 
 
+def first_bits(bits: int) -> tuple[int, ...]:
+    """Where the values of a word that lie in it whole begin, in order."""
+    return tuple(half + bits * j for j in range(16 // bits) for half in (0, 16))
+
+
 def group_count(inputs: int, group_size: int) -> int:
     """Groups that so many values make."""
     return -(-inputs // group_size)
@@ -136,17 +147,12 @@ def _of_inputs(x: Array, inputs: int, group_size: int) -> Array:
     return jnp.repeat(x.astype(jnp.float32), group_size, axis=-1)[..., :inputs]
 
 
-def _fields(words: Any, first: Any, mask: int) -> Any:
-    """Fields of words [... 1] that begin at some bits [F]: [... F]."""
-    return (words >> first.reshape((1,) * (words.ndim - 1) + first.shape)) & first.dtype.type(mask)
-
-
 def _pieces(bits: int, value: int) -> list[tuple[int, int, int, int]]:
     """Where a value of a unit is: word, first bit in it, first bit of the code, number of bits."""
-    if bits == 3 and value >= 30:
-        return [(0, 30, 1, 2), (1, 30, 0, 1)] if value == 30 else [(1, 31, 2, 1), (2, 30, 0, 2)]
-    fields = 32 // bits
-    return [(value // fields, bits * (value % fields), 0, bits)]
+    first = first_bits(bits)
+    if value >= bits * len(first):
+        return [(word, 15 + 16 * (value % 2), word, 1) for word in range(bits)]
+    return [(value // len(first), first[value % len(first)], 0, bits)]
 
 
 def _check_bits(bits: int) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from .._compat import dot, triton_call
 from .config import ManyRows
-from .operands import above_zero, inputs_of, iota, per_group, words, x_tile
+from .operands import above_zero, inputs_of, iota, stored, words, x_tile
 from .pieces import Piece
 from .unit import numbers
 
@@ -31,10 +31,12 @@ def product(x: Float[Array, "M I"], piece: Piece, config: ManyRows) -> Float[Arr
         def add(index: Array, total: Float[Array, "m o"]) -> Float[Array, "m o"]:
             unit = index * config.units + iota(block, 1)
             mask, group = shape.mask(block, output, unit), unit // shape.group_units
-            scales = per_group(scale_ref, output, group, mask)
+            scales = stored(scale_ref, output, group, mask)
             offset = None
             if zero_ref is not None:
-                offset = above_zero(shape, zero_ref, output, group, mask) * scales
+                offset = above_zero(shape, zero_ref, output, group, mask) * scales.astype(
+                    jnp.float32
+                )
             weights = numbers(words(shape, codes_ref, output, unit, mask), scales, offset)
             start, width = index * inputs_of(config.units), inputs_of(config.units)
             return total + dot(x_tile(shape, x_ref, row, start, width), weights.T)

@@ -70,8 +70,14 @@ def per_group(
     ref: Any, output: Int[Array, "..."], group: Any, mask: Bool[Array, "..."] | None
 ) -> Float[Array, "..."]:
     """Scales or zero points, in float32."""
-    group = jnp.broadcast_to(group, output.shape)
-    return load(ref, output, group, mask=mask).astype(jnp.float32)
+    return stored(ref, output, group, mask).astype(jnp.float32)
+
+
+def stored(
+    ref: Any, output: Int[Array, "..."], group: Any, mask: Bool[Array, "..."] | None
+) -> Float[Array, "..."]:
+    """Scales or zero points, as they are stored."""
+    return load(ref, output, jnp.broadcast_to(group, output.shape), mask=mask)
 
 
 def x_tile(

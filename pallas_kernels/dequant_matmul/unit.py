@@ -1,8 +1,9 @@
 """The 32 values of units, inside a kernel.
 
-A field at bit p is masked into the mantissa of 2^(23 - p), which gives 2^(23 - p) + value without
-converting integers. Fields are shifted together to positions that cost the fewest bits of the sum,
-where those 2^(23 - p), the offsets, come off again.
+For products on CUDA cores, a field at bit p is masked into the mantissa of 2^(23 - p), which gives
+2^(23 - p) + value without converting integers. Words are shifted so that fields come to positions
+that cost the fewest bits of the sum, where those 2^(23 - p), the offsets, come off again. For
+tensor cores see `pairs`.
 """
 
 from __future__ import annotations
@@ -11,56 +12,31 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped, UInt
 
-from .._compat import INTERPRETER, as_mantissa, assembled, current_target, multiply_add, selected
-from .layout import CENTRES, UNIT
+from .._compat import INTERPRETER, assembled, current_target, multiply_add
+from .layout import UNIT, first_bits
 from .pairs import values
 
-# By bits, for each field of a word in order: by how much the word is shifted left.
-SHIFTS = {
-    3: (11,) * 4 + (0,) * 3 + (-9,) * 3,
-    4: (11,) * 3 + (0,) * 2 + (-9,) * 3,
-    8: (7,) * 2 + (-9,) * 2,
-}
-# At 3 bits, the last fields of each word go one bit further than those of the word before: then
-# what is left of the words, values 30 and 31, lies together.
-LAST_POSITIONS = (20, 19)
+# By bits: up to which bit a field begins that is shifted left, and by how much; from which bit on
+# one does that is shifted right, and by how much in each word in turn. At 3 bits, the highest bits
+# of the words, which make value 31, so come to lie one above the other.
+LEFT = {3: (9, 11), 4: (8, 11), 8: (8, 7)}
+RIGHT = {3: (22, (11, 10, 9)), 4: (20, (9,)), 8: (16, (9,))}
+# At 3 bits, which bit of the words makes values 30 and 31, and where these are put.
+LAST_FIRST = 15, 31
+LAST_POSITIONS = 15, 20
 
 
 def offsets(bits: int) -> tuple[float, ...]:
-    """For each value of a unit: what it is more in `shifted_values`."""
+    """For each value of a unit: what it is more in `multiplied`."""
     return tuple(2.0 ** (23 - position) for position in positions(bits))
 
 
 def positions(bits: int) -> tuple[int, ...]:
     """At what bit of the mantissa each value of a unit is put."""
-    count = 32 // bits
     fields = [
-        bits * field + _shift(bits, word, field) for word in range(bits) for field in range(count)
+        first + _shift(bits, word, first) for word in range(bits) for first in first_bits(bits)
     ]
     return (*fields, *LAST_POSITIONS)[:UNIT]
-
-
-def shifted_values(words: list[UInt[Array, "*s"]]) -> list[Float[Array, "*s"]]:
-    """For each value of a unit: the value and its offset.
-
-    Args:
-        words: of the units, one array for each bit of a code.
-    """
-    bits = len(words)
-    count = 32 // bits
-    moved = [
-        {by: _shifted(words[word], by) for by in {_shift(bits, word, i) for i in range(count)}}
-        for word in range(bits)
-    ]
-    found = [moved[word][_shift(bits, word, i)] for word in range(bits) for i in range(count)]
-    if bits == 3:
-        first, second, third = (moved[word][_shift(3, word, count - 1)] for word in range(3))
-        found += [selected(first, second, 3 << 21), selected(second, third, 1 << 21)]
-    mask = 2**bits - 1
-    return [
-        as_mantissa(word, mask << position, 23 - position)
-        for word, position in zip(found, positions(bits), strict=True)
-    ]
 
 
 def centred(words: list[UInt[Array, "o u"]]) -> Float[Array, "o i"]:
@@ -76,23 +52,20 @@ def numbers(
     """The numbers that codes of units stand for, in bfloat16.
 
     Args:
-        words: see `shifted_values`.
-        scales: of their groups.
-        offset: what the centre of the codes stands for; zero if None.
+        words: of the units, one array for each bit of a code.
+        scales: of their groups, as they are stored.
+        offset: what the centre of the codes stands for, in float32; zero if None.
     """
     bits = len(words)
-    # What the offsets add comes off in the same instruction. That is off by less than 1/4096 of a
-    # step, and 1/256 at 8 bits: little beside what is rounded off for bfloat16.
-    lower = {}
-    for above in set(offsets(bits)):
-        distance = jnp.full(scales.shape, -(above + CENTRES[bits]), jnp.float32)
-        lower[above] = (
-            distance * scales if offset is None else multiply_add(distance, scales, offset)
-        )
+    if offset is None and scales.dtype == jnp.bfloat16:
+        return joined(values(words, bits, scales))
+    scales = scales.astype(jnp.float32)
+    if offset is None:
+        offset = jnp.zeros_like(scales)
     return joined(
         [
-            multiply_add(value, scales, lower[above]).astype(jnp.bfloat16)
-            for value, above in zip(shifted_values(words), offsets(bits), strict=True)
+            multiply_add(value.astype(jnp.float32), scales, offset).astype(jnp.bfloat16)
+            for value in values(words, bits)
         ]
     )
 
@@ -100,44 +73,92 @@ def numbers(
 def multiplied(
     words: list[UInt[Array, "*s"]], xs: list[Float[Array, "*s"]], start: Float[Array, "*s"]
 ) -> Float[Array, "*s"]:
-    """Start + the sum over units of x times what `shifted_values` gives."""
+    """Start + the sum over each unit's values of x times the code and its offset.
+
+    Args:
+        words: of the units, one array for each bit of a code.
+        xs: inputs, by value of a unit.
+        start: see there.
+    """
+    bits = len(words)
     if current_target().platform == INTERPRETER:
-        for value, x in zip(shifted_values(words), xs, strict=True):
+        for value, x in zip(_shifted_values(words), xs, strict=True):
             start = multiply_add(value, x, start)
         return start
     # All in one, since a kernel of a thousand operations takes seconds to compile.
-    bits = len(words)
     constraints = ",".join(["=f", *["r"] * bits, *["f"] * (UNIT + 1)])
     integers = [lax.bitcast_convert_type(word, jnp.int32) for word in words]
     return assembled(_multiplied(bits), [*integers, *xs, start], constraints)
 
 
+def _shifted_values(words: list[UInt[Array, "*s"]]) -> list[Float[Array, "*s"]]:
+    """Codes and their offsets, with the shifts of `_multiplied`."""
+    bits = len(words)
+    found = [
+        _moved(words[word], _shift(bits, word, first))
+        >> jnp.uint32(first + _shift(bits, word, first))
+        for word in range(bits)
+        for first in first_bits(bits)
+    ]
+    if bits == 3:
+        for first, position in zip(LAST_FIRST, LAST_POSITIONS, strict=True):
+            parts = [
+                _moved(words[word], position + word - first) & jnp.uint32(1 << position + word)
+                for word in range(3)
+            ]
+            found.append((parts[0] | parts[1] | parts[2]) >> jnp.uint32(position))
+    mask = jnp.uint32(2**bits - 1)
+    return [
+        (code & mask).astype(jnp.float32) + offset
+        for code, offset in zip(found, offsets(bits), strict=True)
+    ]
+
+
 def _multiplied(bits: int) -> str:
     """The instructions of `multiplied`; its arguments are $1, $2, ... and its result $0."""
-    count, mask = 32 // bits, 2**bits - 1
     lines, fields = [".reg .b32 field, mask;", ".reg .f32 value, sum;"], []
+
+    def moved(word: int, left: int) -> str:
+        if left == 0:
+            return f"${1 + word}"
+        name = f"w{word}_{'left' if left > 0 else 'right'}_{abs(left)}"
+        line = f"{'shl' if left > 0 else 'shr'}.b32 {name}, ${1 + word}, {abs(left)};"
+        if (declared := f".reg .b32 {name}; {line}") not in lines:
+            lines.append(declared)
+        return name
+
+    def masked(field: str, mask: int, rest: str) -> str:
+        return f"mov.b32 mask, {mask}; lop3.b32 field, {field}, mask, {rest}, 0xEA;"
+
     for word in range(bits):
-        for left in {_shift(bits, word, field) for field in range(count)}:
-            name, operation = _moved(word, left), "shl" if left > 0 else "shr"
-            lines.append(f".reg .b32 {name}; {operation}.b32 {name}, ${1 + word}, {abs(left)};")
-        fields += [_moved(word, _shift(bits, word, field)) for field in range(count)]
+        fields += [moved(word, _shift(bits, word, first)) for first in first_bits(bits)]
+    whole = [
+        [masked(field, (2**bits - 1) << p, str(_one(p)))]
+        for field, p in zip(fields, positions(bits), strict=False)
+    ]
     if bits == 3:
-        first, second, third = (_moved(word, _shift(3, word, count - 1)) for word in range(3))
-        for name, high, low, inside in (("v30", first, second, 6), ("v31", second, third, 2)):
-            lines.append(f".reg .b32 {name}, mask_{name}; mov.b32 mask_{name}, {inside << 20};")
-            lines.append(f"lop3.b32 {name}, {high}, {low}, mask_{name}, 0xE4;")
-            fields.append(name)
+        for first, position in zip(LAST_FIRST, LAST_POSITIONS, strict=True):
+            parts = [moved(word, position + word - first) for word in range(3)]
+            rests = str(_one(position)), "field", "field"
+            whole.append(
+                [
+                    masked(part, 1 << position + word, rest)
+                    for word, (part, rest) in enumerate(zip(parts, rests, strict=True))
+                ]
+            )
     lines.append(f"mov.f32 sum, ${1 + bits + UNIT};")
-    for value, (field, position) in enumerate(zip(fields, positions(bits), strict=True)):
-        power = (127 + 23 - position) << 23
-        lines.append(f"mov.b32 mask, {mask << position};")
-        lines.append(f"lop3.b32 field, {field}, mask, {power}, 0xEA; mov.b32 value, field;")
-        lines.append(f"fma.rn.f32 sum, value, ${1 + bits + value}, sum;")
+    for value, made in enumerate(whole):
+        lines += [
+            *made,
+            "mov.b32 value, field;",
+            f"fma.rn.f32 sum, value, ${1 + bits + value}, sum;",
+        ]
     return "{ " + " ".join([*lines, "mov.f32 $0, sum;"]) + " }"
 
 
-def _moved(word: int, left: int) -> str:
-    return f"w{word}_{'left' if left > 0 else 'right'}_{abs(left)}"
+def _one(position: int) -> int:
+    """The bits of 2^(23 - position) in float32."""
+    return (127 + 23 - position) << 23
 
 
 def joined(values: list[Float[Array, "*s"]]) -> Float[Array, "*t"]:
@@ -154,12 +175,15 @@ def stacked(values: list[Shaped[Array, "*s"]]) -> Shaped[Array, "*t"]:
     return values[0]
 
 
-def _shift(bits: int, word: int, field: int) -> int:
-    left = SHIFTS[bits][field]
-    return left - word if bits == 3 and left < 0 else left
+def _shift(bits: int, word: int, first: int) -> int:
+    """By how much a word is shifted left for the field that begins at a bit."""
+    (last_left, left), (first_right, right) = LEFT[bits], RIGHT[bits]
+    if first <= last_left:
+        return left
+    return -right[word % len(right)] if first >= first_right else 0
 
 
-def _shifted(word: UInt[Array, "*s"], left: int) -> UInt[Array, "*s"]:
+def _moved(word: UInt[Array, "*s"], left: int) -> UInt[Array, "*s"]:
     if left == 0:
         return word
     return word << jnp.uint32(left) if left > 0 else word >> jnp.uint32(-left)

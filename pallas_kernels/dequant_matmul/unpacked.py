@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
 from .config import Unpacked
-from .operands import Shape, above_zero, inputs_of, iota, per_group, words
+from .operands import Shape, above_zero, inputs_of, iota, stored, words
 from .pieces import Piece
 from .unit import numbers
 
@@ -72,10 +72,10 @@ def matrix(
         )
         output, group = first_ref[()] + row, unit // shape.group_units
         mask = dataclasses.replace(shape, outputs=count).mask(block, row, unit)
-        scales = per_group(scale_ref, output, group, mask)
+        scales = stored(scale_ref, output, group, mask)
         offset = None
         if len(arrays) > 2:
-            offset = above_zero(shape, refs[0], output, group, mask) * scales
+            offset = above_zero(shape, refs[0], output, group, mask) * scales.astype(jnp.float32)
         weights = numbers(words(shape, codes_ref, output, unit, mask), scales, offset)
         rows = pl.program_id(0) * tile[0] + iota(tile, 0)
         columns = pl.program_id(1) * tile[1] + iota(tile, 1)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from .._compat import dot
 from ..dequant_matmul.layout import CENTRES, UNIT
-from ..dequant_matmul.operands import Shape, iota, load, per_group, words
+from ..dequant_matmul.operands import Shape, iota, load, per_group, stored, words
 from ..dequant_matmul.qtensor import QTensor
 from ..dequant_matmul.unit import centred, numbers
 
@@ -137,8 +137,11 @@ class Coded:
             unit = index * at.units + iota(size, 1)
             mask = _mask(self.shape.units, at.turns * at.units, at, output, unit)
             group = unit // self.shape.group_units
-            scales, *zeros = (per_group(ref, at.row + output, group, mask) for ref in refs[1:])
-            offset = (CENTRES[self.shape.bits] - zeros[0]) * scales if zeros else None
+            scales, *zeros = (stored(ref, at.row + output, group, mask) for ref in refs[1:])
+            offset = None
+            if zeros:
+                above = CENTRES[self.shape.bits] - zeros[0].astype(jnp.float32)
+                offset = above * scales.astype(jnp.float32)
             return total + dot(numbers(codes, scales, offset), x.T)
         products = dot(centred(codes), x.T)
         group = index * at.units // self.shape.group_units

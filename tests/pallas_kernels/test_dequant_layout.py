@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.dequant_matmul import layout
+from pallas_kernels.dequant_matmul import layout, pairs, unit
 from pallas_kernels.dequant_matmul.unit import centred, offsets, positions
 from pallas_kernels.testing import interpreted
 
@@ -50,14 +52,19 @@ def test_jax_gives_the_words_of_numpy(bits, inputs):
 
 def test_words_are_those_that_the_layout_names():
     three = np.array([i % 8 for i in range(30)] + [0b011, 0b110])
-    words = [sum(int(three[10 * i + j]) << 3 * j for j in range(10)) for i in range(3)]
-    words = [words[0] | 0b01 << 30, words[1] | 0b11 << 30, words[2] | 0b10 << 30]
+    halves = [
+        sum(int(three[10 * i + 2 * j + half]) << 3 * j for j in range(5))
+        | (int(three[30 + half]) >> i & 1) << 15
+        for i in range(3)
+        for half in range(2)
+    ]
+    words = [low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True)]
     np.testing.assert_array_equal(layout.pack(three, 3)[:, 0], words)
     four = layout.pack(np.arange(32) % 16, 4)[:, 0]
-    np.testing.assert_array_equal(four, [0x76543210, 0xFEDCBA98] * 2)
+    np.testing.assert_array_equal(four, [0x75316420, 0xFDB9ECA8] * 2)
     eight = layout.pack(np.arange(200, 232), 8)[:, 0]
-    assert eight[0] == 200 | 201 << 8 | 202 << 16 | 203 << 24
-    assert eight[7] == 228 | 229 << 8 | 230 << 16 | 231 << 24
+    assert eight[0] == 200 | 202 << 8 | 201 << 16 | 203 << 24
+    assert eight[7] == 228 | 230 << 8 | 229 << 16 | 231 << 24
 
 
 @pytest.mark.parametrize("bits", layout.BITS)
@@ -102,6 +109,72 @@ def test_values_inside_a_kernel_are_exact(bits):
     assert found.dtype == jnp.bfloat16
     expected = values - layout.CENTRES[bits]
     np.testing.assert_array_equal(np.asarray(found, np.float64), expected)
+
+
+def assembled(text: str, *arguments: Any) -> dict[str, Any]:
+    """Registers after instructions on uint32 and float32, those of 16 bits as float32."""
+    at: dict[str, Any] = {f"${i}": np.asarray(value) for i, value in enumerate(arguments, 1)}
+
+    def halves(register: str) -> list[Any]:
+        word = at[register]
+        return [(word >> np.uint32(by) << np.uint32(16)).view(np.float32) for by in (0, 16)]
+
+    def value(name: str) -> Any:
+        return at[name] if name in at else np.uint32(int(name, 0))
+
+    for line in text.strip("{} ").split(";"):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        operation, rest = line.strip().split(" ", 1)
+        if "{" in rest:
+            pair, source = rest.strip("{").split("}, ")
+            for name, half in zip(pair.split(", "), halves(source), strict=True):
+                at[name] = half
+            continue
+        to, *names = (name.strip() for name in rest.split(","))
+        values = [value(name) for name in names]
+        match operation:
+            case "shl.b32":
+                at[to] = values[0] << values[1]
+            case "shr.b32":
+                at[to] = values[0] >> values[1]
+            case "lop3.b32":
+                assert names[3] == "0xEA"
+                at[to] = (values[0] & values[1]) | values[2]
+            case "mov.b32" if to == "value":
+                at[to] = values[0].view(np.float32)
+            case "mov.b32" | "mov.f32":
+                at[to] = values[0]
+            case "fma.rn.f32":
+                at[to] = np.float32(values[0]) * values[1] + values[2]
+            case "fma.rn.bf16x2":
+                a, b, c = (halves(name) for name in names)
+                exact = [x * y + z for x, y, z in zip(a, b, c, strict=True)]
+                low, high = (np.asarray(x, jnp.bfloat16).view(np.uint16) for x in exact)
+                np.testing.assert_array_equal(low.view(jnp.bfloat16), exact[0])
+                at[to] = low | high.astype(np.uint32) << np.uint32(16)
+            case _:
+                raise ValueError(operation)
+    return at
+
+
+@pytest.mark.parametrize("bits", layout.BITS)
+def test_assembly_gives_every_code_at_every_place(bits, monkeypatch):
+    """Interpreted kernels run none of it."""
+    expected = (np.arange(2**bits)[:, None] + np.arange(32)) % 2**bits
+    codes = layout.pack(expected, bits)
+    words = [codes[:, word, 0] for word in range(bits)]
+    for value in range(32):
+        inputs = [np.float32(i == value) for i in range(32)]
+        found = assembled(unit._multiplied(bits), *words, *inputs, np.float32(0))["$0"]
+        np.testing.assert_array_equal(found - offsets(bits)[value], expected[:, value])
+
+    def run(text: str, arguments: Any, *_: Any) -> Any:
+        return jnp.asarray(assembled(text, np.asarray(arguments[0]).view(np.uint32))["$0"])
+
+    monkeypatch.setattr(pairs, "assembled", run)
+    found = pairs.values([jnp.asarray(word) for word in words], bits)
+    np.testing.assert_array_equal(np.stack(found, 1), expected - layout.CENTRES[bits])
 
 
 @pytest.mark.parametrize("bits", layout.BITS)

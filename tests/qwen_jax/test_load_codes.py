@@ -139,7 +139,7 @@ def test_codes_without_a_configuration_and_the_reverse(parts, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format_version": 2}, "this program reads 1"),
+        ({"format_version": 1}, "this program reads 2"),
         ({"recipe": None}, "recipe is null"),
         ({"tensors": {"layers.0.mlp.experts.down_proj": {"bits": 5}}}, "lacks group_size"),
     ],

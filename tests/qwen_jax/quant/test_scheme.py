@@ -10,7 +10,7 @@ from qwen_jax.quant import Scheme, TensorScheme, WeightFormat
 
 CONFIG = {
     "quant_method": "qwen_jax",
-    "format_version": 1,
+    "format_version": 2,
     "recipe": "q3",
     "tensors": {
         "lm_head.weight": {"bits": 4, "group_size": 32, "symmetric": True, "input_scale": False},
@@ -43,7 +43,7 @@ def test_nothing_in_codes_is_16_bits():
     ("place", "value", "words"),
     [
         (("quant_method",), "gptq", ("gptq", "qwen-jax quantize")),
-        (("format_version",), 2, ("format_version 2", "reads 1", "upgrade")),
+        (("format_version",), 1, ("format_version 1", "reads 2", "upgrade")),
         (("format_version",), True, ("format_version true",)),
         (("format_version",), "1", ('format_version "1"',)),
         (("recipe",), 3, ("recipe is 3",)),
