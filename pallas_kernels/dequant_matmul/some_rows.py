@@ -42,7 +42,7 @@ def products(
         steps = split * count, jnp.minimum((split + 1) * count, pl.cdiv(shape.units, config.units))
         if pieces[index].coded:
             inputs = functools.partial(_inputs, shape, rows, turned_ref, first_row)
-            total = tile.product(shape, config, share.refs, first, steps, inputs)
+            [total] = tile.products(shape, config, [(share.refs, 0)], first, steps, inputs)
         else:
             total = uncoded.some_rows(shape, config, first, first_row, steps, x_ref, *share.refs)
         size = config.outputs, rows

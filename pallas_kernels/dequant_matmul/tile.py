@@ -27,46 +27,59 @@ Inputs = Callable[[Any, int], Float[Array, "m i"]]
 """So many inputs from a unit on, turned, of the rows of a program: for each of `copies`."""
 
 
-def product(
+def products(
     shape: Shape,
     config: SomeRows,
-    refs: Sequence[Any],
+    matrices: Sequence[tuple[Sequence[Any], Any]],
     first: Any,
     steps: tuple[Any, Any],
     inputs: Inputs,
-) -> Float[Array, "o m"]:
-    """Sums of one program over a range of units.
+) -> list[Float[Array, "o m"]]:
+    """Sums of one program over a range of units, for each of some matrices of one format.
 
     Args:
-        shape: of the product; its rows are not looked at.
+        shape: of one of the products; its rows are not looked at.
         config: see there.
-        refs: codes, scales and perhaps zero points.
+        matrices: of each, codes, scales and perhaps zero points, and the row of them that is its
+            first output.
         first: output of the program.
         steps: first iteration and the one after the last, of `config.units` units each.
         inputs: see there.
     """
     # Outputs first: then what is decoded is multiplied as it lies in registers.
-    size = config.outputs, config.rows
-    units = min(shape.group_units, BLOCK_UNITS) if copies(shape) == 1 else BLOCK_UNITS
+    groups = copies(shape)
+    units = min(shape.group_units, BLOCK_UNITS) if groups == 1 else BLOCK_UNITS
     places = range(0, config.units, units)
 
-    def numbers(index: Any) -> list[list[Array]]:
+    def numbers(index: Any) -> list[list[list[Array]]]:
         start = index * config.units
-        return [_numbers(shape, config, refs[1:], first, start + unit) for unit in places]
+        return [
+            [_numbers(shape, config, refs[1:], row, first, start + unit) for refs, row in matrices]
+            for unit in places
+        ]
 
     def add(index: Array, carry: Any) -> Any:
-        total, of_groups = carry
+        totals, of_groups = carry
         # One iteration ahead: nothing else here is read and needed in the same one.
         following = numbers(index + 1)
         start = index * config.units
-        made = _codes(shape, config, refs[0], first, start)
-        for unit, codes, mine in zip(places, made, of_groups, strict=True):
+        made = [_codes(shape, config, refs[0], row, first, start) for refs, row in matrices]
+        for unit, *codes, mine in zip(places, *made, of_groups, strict=True):
             x = inputs(start + unit, units * UNIT)
-            total = total + _scaled(codes, mine, x, config.rows)
-        return total, following
+            parts_of = zip(totals, codes, mine, strict=True)
+            totals = [
+                total + _scaled(own, scales, x, config.rows) for total, own, scales in parts_of
+            ]
+        return totals, following
 
-    total = jnp.zeros(size, jnp.float32)
-    return jax.lax.fori_loop(*steps, add, (total, numbers(steps[0])))[0]
+    # Each group's sums stay apart until the end.
+    total = jnp.zeros((config.outputs, groups * config.rows), jnp.float32)
+    start = [total] * len(matrices), numbers(steps[0])
+    totals, _ = jax.lax.fori_loop(*steps, add, start)
+    if groups == 1:
+        return totals
+    size = config.outputs, groups, config.rows
+    return [jnp.sum(total.reshape(size), axis=1) for total in totals]
 
 
 def copies(shape: Shape) -> int:
@@ -84,7 +97,7 @@ def order(shape: Shape) -> tuple[int, int]:
 
 
 def _numbers(
-    shape: Shape, config: SomeRows, refs: Sequence[Any], first: Any, unit: Any
+    shape: Shape, config: SomeRows, refs: Sequence[Any], row: Any, first: Any, unit: Any
 ) -> list[Float[Array, "o g"]]:
     """Scales of groups that are multiplied together; with zero points, how far the centre is above.
 
@@ -92,6 +105,7 @@ def _numbers(
         shape: of the product.
         config: see there.
         refs: scales and perhaps zero points.
+        row: of them, that is the first output.
         first: output of the program.
         unit: first.
     """
@@ -100,7 +114,7 @@ def _numbers(
     mask = unit < shape.units
     if shape.outputs % size[0]:
         mask = mask & (output < shape.outputs)
-    where = output, unit // shape.group_units, mask
+    where = row + output, unit // shape.group_units, mask
     return [per_group(refs[0], *where), *(above_zero(shape, ref, *where) for ref in refs[1:])]
 
 
@@ -109,7 +123,7 @@ def _scaled(
     numbers: list[Float[Array, "o g"]],
     x: Float[Array, "gm i"],
     rows: int,
-) -> Float[Array, "o m"]:
+) -> Float[Array, "o gm"]:
     """Products of inputs and the numbers that codes of one or more groups stand for.
 
     Args:
@@ -127,12 +141,11 @@ def _scaled(
     scale, *above = numbers
     if above:
         products = products + spread(above[0]) * dot(jnp.ones_like(codes), x.T)
-    products = products * spread(scale)
-    return products if groups == 1 else jnp.sum(products.reshape(outputs, groups, rows), axis=1)
+    return products * spread(scale)
 
 
 def _codes(
-    shape: Shape, config: SomeRows, codes_ref: Any, first: Any, start: Any
+    shape: Shape, config: SomeRows, codes_ref: Any, row: Any, first: Any, start: Any
 ) -> list[Float[Array, "o i"]]:
     """The codes of an iteration, as many as are multiplied together: a group's, or a block's.
 
@@ -140,10 +153,11 @@ def _codes(
         shape: of the product.
         config: see there.
         codes_ref: words.
+        row: of them, that is the first output.
         first: output of the program.
         start: first unit.
     """
-    read = functools.partial(_words, shape, config, codes_ref, first, start)
+    read = functools.partial(_words, shape, config, codes_ref, row, first, start)
     if shape.bits == 3:
         size = config.outputs, config.blocks, BLOCK_UNITS
         blocks = [parts(read(word).reshape(size).transpose(0, 2, 1)) for word in range(3)]
@@ -163,7 +177,7 @@ def _codes(
 
 
 def _words(
-    shape: Shape, config: SomeRows, codes_ref: Any, first: Any, start: Any, word: int
+    shape: Shape, config: SomeRows, codes_ref: Any, row: Any, first: Any, start: Any, word: int
 ) -> UInt[Array, "o u"] | UInt[Array, "o t u"]:
     """One word of each unit of an iteration; or, but at 3 bits, one of each thread's words.
 
@@ -174,6 +188,7 @@ def _words(
         shape: see `_codes`.
         config: see `_codes`.
         codes_ref: see `_codes`.
+        row: see `_codes`.
         first: see `_codes`.
         start: see `_codes`.
         word: which.
@@ -189,7 +204,7 @@ def _words(
     warp, pair = output // 8 % warps, output // (8 * warps) % 2
     output = first + output // (16 * warps) * (16 * warps) + warp * 16 + pair * 8 + output % 8
     mask = shape.mask((config.outputs, config.units), output, unit)
-    return load(codes_ref, output, column + unit, mask=mask)
+    return load(codes_ref, row + output, column + unit, mask=mask)
 
 
 def _in_order(

@@ -10,7 +10,7 @@ at 4 bits and two at 8.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .layout import UNIT
 
@@ -41,3 +41,18 @@ def turned(
         mine = group[None, :] == jnp.arange(copies, dtype=jnp.int32)[:, None]
         parts = jnp.where(mine[:, None, None, :, None, None, None], parts, 0)
     return parts.transpose(0, 1, 2, 4, 5, 3, 6).reshape(copies * x.shape[0], -1)
+
+
+def place_of(column: Int[Array, "*s"], width: int) -> Int[Array, "*s"]:
+    """Where `turned` brings a column."""
+    inside = column % (THREADS * width)
+    thread, value = inside // width, inside % width
+    place = value // 4 * 16 + value % 4 // 2 * 8 + thread * 2 + value % 2
+    return column - inside + place
+
+
+def column_of(place: Int[Array, "*s"], width: int) -> Int[Array, "*s"]:
+    """Which column `turned` brings to a place."""
+    inside = place % (THREADS * width)
+    value = inside // 16 * 4 + inside // 8 % 2 * 2 + inside % 2
+    return place - inside + inside // 2 % THREADS * width + value

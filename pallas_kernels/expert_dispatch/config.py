@@ -6,6 +6,7 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from ..dequant_matmul.config import SomeRows
 from ..tuning import varied
 from .many_tokens_config import ManyTokens
 
@@ -54,7 +55,22 @@ class FewTokens:
     shared_outputs: int = 1
 
 
-Config = FewTokens | ManyTokens
+@dataclasses.dataclass(frozen=True)
+class SomeTokens:
+    """How the work is cut where tokens that share an expert share its tile.
+
+    Attributes:
+        gate_up: of the first launch; `outputs` are gates, and there are as many rows above.
+        down: of the second launch.
+        beside: of the shared expert's part in them.
+    """
+
+    gate_up: SomeRows
+    down: SomeRows
+    beside: FewTokens
+
+
+Config = FewTokens | SomeTokens | ManyTokens
 
 
 def heuristic(

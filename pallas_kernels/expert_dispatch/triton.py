@@ -13,11 +13,12 @@ from .._compat import Target, current_target, triton_refusals
 from ..dequant_matmul.qtensor import QTensor
 from ..tuning import decide
 from . import down, gate_up, many_tokens_config, reference
-from .config import FEW_TOKENS, Config, FewTokens, heuristic, others
+from .config import FEW_TOKENS, Config, FewTokens, SomeTokens, heuristic, others
 from .many_tokens import many_tokens
 from .many_tokens_config import ManyTokens
 from .matrix import matrix_of
 from .shared import SharedExpert
+from .some_tokens import some_tokens
 
 DTYPES = ("bfloat16", "float32")
 
@@ -66,6 +67,7 @@ def _bits(weight: Any) -> str:
 
 DISPATCHES: dict[type[Config], Callable[..., Any]] = {
     FewTokens: few_tokens,
+    SomeTokens: some_tokens,
     ManyTokens: many_tokens,
 }
 

@@ -41,5 +41,5 @@ def test_each_word_is_read_once_and_none_past_the_end(monkeypatch, inputs, bits)
     shape = operands.Shape(16, inputs, outputs, bits, units, 4, jnp.float32)
     with interpreted():
         for start in range(0, units, config.units):
-            tile._codes(shape, config, Rows((outputs, bits * units)), 0, start)
+            tile._codes(shape, config, Rows((outputs, bits * units)), 0, 0, start)
     assert len(read) == len(set(read)) == outputs * bits * units
