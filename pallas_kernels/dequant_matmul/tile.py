@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
-from .._compat import dot
+from .._compat import dot, multiply_add
 from ..lanes import parts
 from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
@@ -68,7 +68,7 @@ def products(
             x = inputs(start + unit, units * UNIT)
             parts_of = zip(totals, codes, mine, strict=True)
             totals = [
-                total + _scaled(own, scales, x, config.rows) for total, own, scales in parts_of
+                _scaled(total, own, scales, x, config.rows) for total, own, scales in parts_of
             ]
         return totals, following
 
@@ -119,14 +119,16 @@ def _numbers(
 
 
 def _scaled(
+    total: Float[Array, "o gm"],
     codes: Float[Array, "o i"],
     numbers: list[Float[Array, "o g"]],
     x: Float[Array, "gm i"],
     rows: int,
 ) -> Float[Array, "o gm"]:
-    """Products of inputs and the numbers that codes of one or more groups stand for.
+    """With products of inputs and the numbers that codes of one or more groups stand for.
 
     Args:
+        total: so far.
         codes: less their centre.
         numbers: of the groups.
         x: inputs, for each group those of all rows.
@@ -141,7 +143,7 @@ def _scaled(
     scale, *above = numbers
     if above:
         products = products + spread(above[0]) * dot(jnp.ones_like(codes), x.T)
-    return products * spread(scale)
+    return multiply_add(products, spread(scale), total)
 
 
 def _codes(

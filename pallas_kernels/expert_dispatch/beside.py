@@ -11,7 +11,6 @@ from jaxtyping import Array
 
 from . import gates
 from .config import Cut, FewTokens
-from .down import shared_outputs
 from .gates import store
 from .matrix import arrays_of, matrix_of
 from .shared import SharedExpert
@@ -69,39 +68,3 @@ class GateUp:
             token = program - self._tokens * self._tiles
             logit = gates.logit(x_ref, token, refs[2 * count], cut.num_warps)
             refs[-1][token, 0] = jax.lax.logistic(logit)
-
-
-class Down:
-    """In a second launch that does not sum slots: the down projection times its strength.
-
-    Attributes:
-        arrays: what they read.
-        count: of arrays.
-        shapes: of what they make, float32 [M, D].
-        programs: number of them.
-    """
-
-    def __init__(self, made: list[Array], shared: SharedExpert | None, width: int, cut: Cut):
-        self.arrays: list[Array] = []
-        self.shapes: list[jax.ShapeDtypeStruct] = []
-        self.programs = self.count = 0
-        if shared is None:
-            return
-        self._matrix, self._cut, self._width = matrix_of(shared.down_proj), cut, width
-        self._tiles = pl.cdiv(width, cut.outputs)
-        tokens = made[0].shape[0]
-        self.arrays = [*made, *arrays_of(shared.down_proj)]
-        self.shapes = [jax.ShapeDtypeStruct((tokens, width), jnp.float32)]
-        self.programs, self.count = tokens * self._tiles, len(self.arrays)
-
-    def run(self, program: Any, refs: Any) -> None:
-        """See `GateUp.run`; the result is the launch's last."""
-        if not self.programs:
-            return
-
-        @pl.when(program < self.programs)
-        def _() -> None:
-            token, first = program // self._tiles, program % self._tiles * self._cut.outputs
-            of_down = refs[2 : 2 + self._matrix.count]
-            made = self._matrix, refs[0], of_down, token, first, self._width, self._cut
-            store(refs[-1], token, first, self._width, shared_outputs(*made) * refs[1][token, 0])

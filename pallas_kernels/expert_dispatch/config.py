@@ -60,14 +60,17 @@ class SomeTokens:
     """How the work is cut where tokens that share an expert share its tile.
 
     Attributes:
-        gate_up: of the first launch; `outputs` are gates, and there are as many rows above.
+        gate_up: of the first launch; `outputs` are gates, and there are as many rows above. `rows`
+            is most slots that share a tile, the same in both launches.
         down: of the second launch.
-        beside: of the shared expert's part in them.
+        shared: of the shared expert's part in the first launch; `rows` are tokens.
+        shared_down: of its part in the second launch.
     """
 
     gate_up: SomeRows
     down: SomeRows
-    beside: FewTokens
+    shared: SomeRows
+    shared_down: SomeRows
 
 
 Config = FewTokens | SomeTokens | ManyTokens

@@ -2,33 +2,27 @@
 
 The slots of an expert are a row of a table, or several, of so many each. A program owns some
 outputs of a row, on tensor cores; programs of slots that are not the first of a row end at once.
-Nothing is added to by two programs: what slots make lies by slot, and a third launch sums it. The
-shared expert is made by further programs of both launches, as for few tokens.
+The shared expert is one more, whose rows are of tokens. Nothing is added to by two programs: what
+slots make lies by slot, and a third launch sums it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
-from ..dequant_matmul import tile
-from ..dequant_matmul.layout import UNIT
-from ..dequant_matmul.operands import Shape, iota, load
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turn import THREADS, column_of, place_of, turned
-from . import combine
-from .beside import Down, GateUp
+from ..dequant_matmul.turn import turned
+from . import combine, gates
 from .config import SomeTokens
-from .matrix import Coded, arrays_of, matrix_of
+from .joint import Joint, row_of
 from .shared import SharedExpert
+from .sharing import rows_of_experts
 
 
 def some_tokens(
@@ -43,36 +37,12 @@ def some_tokens(
     dtype: Any,
     config: SomeTokens,
 ) -> Float[Array, "M D"]:
-    """See `api.expert_dispatch`; stacks are in codes, `inner_dtype` is bfloat16."""
+    """See `api.expert_dispatch`; all matrices are in codes, `inner_dtype` is bfloat16."""
     experts = down_proj.shape[0]
     rows = rows_of_experts(ids, experts, config.gate_up.rows)
     made, *own = gated(x, rows, ids.shape[1], gate_up_proj, down_proj, shared, config)
     y, *beside = down(made, own, rows, down_proj, shared, config)
     return combine.summed(y, ids, weights, experts, dtype, beside[0] if beside else None, residual)
-
-
-def rows_of_experts(
-    ids: Int[Array, "M A"], experts: int, rows: int
-) -> tuple[Int[Array, " S"], Int[Array, "S R"]]:
-    """For each slot that is the first of a row: its expert, and the slots of the row.
-
-    Args:
-        ids: experts.
-        experts: E; slots with other ids are in no row.
-        rows: most slots of one.
-
-    Returns:
-        Experts, -1 where a slot is not the first; slots, S where a row has no more.
-    """
-    flat = ids.reshape(-1)
-    index = jnp.arange(flat.size, dtype=jnp.int32)
-    filled = (flat >= 0) & (flat < experts)
-    alike = (flat[:, None] == flat[None, :]) & filled[None, :]
-    rank = jnp.sum(alike & (index[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
-    behind = jnp.where(alike, rank[None, :] - rank[:, None], -1)
-    taken = behind[:, None, :] == jnp.arange(rows, dtype=jnp.int32)[None, :, None]
-    slots = jnp.min(jnp.where(taken, index[None, None, :], flat.size), axis=2)
-    return jnp.where(filled & (rank % rows == 0), flat, -1), slots
 
 
 def gated(
@@ -96,52 +66,72 @@ def gated(
         config: see there.
 
     Returns:
-        [copies * S, F and more], whose columns behind F hold anything; and what `beside.GateUp`
-        makes.
+        [copies * S, F and more], whose columns behind F hold anything; and, of the shared expert,
+        the same [copies * M, Fs and more] and its tokens' logits [M, 1].
     """
-    cut, hidden = config.gate_up, weight.shape[1] // 2
-    shape = _shape(weight, hidden)
-    tiles = pl.cdiv(hidden, cut.outputs)
-    columns = pl.cdiv(hidden, config.down.units * UNIT) * config.down.units * UNIT
-    order, order_below = tile.order(shape), tile.order(_shape(below, 0))
-    arrays = [x, turned(x.astype(jnp.bfloat16), cut.units, *order), *rows, *arrays_of(weight)]
-    beside = GateUp(x.shape[0], shared, jnp.bfloat16, config.beside)
-    first_own, programs = len(arrays), rows[0].size * tiles
+    (tokens, _), hidden = x.shape, weight.shape[1] // 2
+    joint = Joint.of(weight, hidden, config.gate_up)
+    behind = Joint.of(below, below.shape[1], config.down)
+    own = None if shared is None else _own(shared, config)
+    narrow = x.astype(jnp.bfloat16)
+    arrays = [turned(narrow, joint.cut.units, *joint.order), *rows, *joint.arrays]
+    count, shapes = len(arrays), [behind.struct_of(rows[0].size)]
+    of_tokens = 0
+    if own is not None:
+        gate, up, last = own
+        assert shared is not None
+        of_tokens = pl.cdiv(tokens, gate.cut.rows) * gate.tiles
+        arrays += [turned(narrow, gate.cut.units, *gate.order), *gate.arrays, *up.arrays]
+        arrays += [x, shared.gate]
+        shapes += [last.struct_of(tokens), jax.ShapeDtypeStruct((tokens, 1), jnp.float32)]
+    first_routed = of_tokens + (tokens if shared is not None else 0)
 
     def kernel(*refs: Any) -> None:
-        program = pl.program_id(0) - beside.programs
-        x_ref, turned_ref, experts_ref, slots_ref, *of_experts = refs[:first_own]
-        slot, first = program // tiles, program % tiles * cut.outputs
+        program = pl.program_id(0)
+        ins, outs = refs[: len(arrays)], refs[len(arrays) :]
+        x_ref, experts_ref, slots_ref, *of_experts = ins[:count]
 
-        @pl.when(program >= 0)
+        @pl.when(program >= first_routed)
         def _() -> None:
+            slot, first = joint.place(program - first_routed)
             expert = experts_ref[slot]
 
             @pl.when(expert >= 0)
             def _() -> None:
-                mine = load(slots_ref, jnp.full((cut.rows,), slot, jnp.int32), _range(cut.rows))
-                inputs = functools.partial(_gathered, turned_ref, mine, slots, order, None)
-                row = expert * (2 * hidden)
-                matrices = [(tuple(of_experts), row), (tuple(of_experts), row + hidden)]
-                steps = 0, pl.cdiv(shape.units, cut.units)
-                gate, up = tile.products(shape, cut, matrices, first, steps, inputs)
-                made = (gate * jax.lax.logistic(gate) * up).astype(jnp.bfloat16)
-                _store_turned(
-                    refs[first_own + beside.count], mine, first, hidden, made, order_below
-                )
+                mine = row_of(slots_ref, slot)
+                inputs = joint.inputs(x_ref, mine, slots)
+                start = expert * (2 * hidden)
+                matrices = [(of_experts, start), (of_experts, start + hidden)]
+                behind.store(outs[0], mine, first, _silu(joint.products(matrices, first, inputs)))
 
-        beside.run(program + beside.programs, x_ref, refs[first_own:])
+        if own is None:
+            return
+        own_x_ref, *of_own, tokens_ref, logit_ref = ins[count:]
 
-    struct = jax.ShapeDtypeStruct((order_below[1] * rows[0].size, columns), jnp.bfloat16)
+        @pl.when(program < of_tokens)
+        def _() -> None:
+            tile, first = gate.place(program)
+            mine = tile * gate.cut.rows + jax.lax.iota(jnp.int32, gate.cut.rows)
+            inputs = gate.inputs(own_x_ref, mine, 1)
+            half = len(of_own) // 2
+            matrices = [(of_own[:half], 0), (of_own[half:], 0)]
+            last.store(outs[1], mine, first, _silu(gate.products(matrices, first, inputs)))
+
+        @pl.when((program >= of_tokens) & (program < first_routed))
+        def _() -> None:
+            token = program - of_tokens
+            made = gates.logit(tokens_ref, token, logit_ref, config.gate_up.num_warps)
+            outs[2][token, 0] = jax.lax.logistic(made)
+
     return tuple(
         triton_call(
             kernel,
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
+            num_warps=config.gate_up.num_warps,
+            num_stages=config.gate_up.num_stages,
             name="expert_dispatch_gate_up",
-            grid=(beside.programs + programs,),
-            out_shape=[struct, *beside.shapes],
-        )(*arrays, *beside.arrays)
+            grid=(first_routed + rows[0].size * joint.tiles,),
+            out_shape=shapes,
+        )(*arrays)
     )
 
 
@@ -166,108 +156,66 @@ def down(
     Returns:
         [S, D], in slots that are not filled anything; and the shared expert's part [M, D].
     """
-    cut, (width, hidden) = config.down, weight.shape[1:]
-    shape = _shape(weight, width)
-    order = tile.order(shape)
-    last = None if made.shape[1] == hidden else hidden
-    tiles = pl.cdiv(width, cut.outputs)
-    arrays = [made, *rows, *arrays_of(weight)]
-    beside = Down(own, shared, width, config.beside.down)
-    first_own, programs = len(arrays), rows[0].size * tiles
+    width = weight.shape[1]
+    joint = Joint.of(weight, width, config.down)
+    arrays = [made, *rows, *joint.arrays]
+    count, shapes = len(arrays), [jax.ShapeDtypeStruct((rows[0].size, width), jnp.float32)]
+    last, of_tokens = joint, 0
+    if shared is not None:
+        last = _own(shared, config)[2]
+        own_made, strength = own
+        tokens = strength.shape[0]
+        of_tokens = pl.cdiv(tokens, last.cut.rows) * last.tiles
+        arrays += [own_made, *last.arrays, shared.strengths(strength)]
+        shapes.append(jax.ShapeDtypeStruct((tokens, width), jnp.float32))
 
     def kernel(*refs: Any) -> None:
-        program = pl.program_id(0) - beside.programs
-        made_ref, experts_ref, slots_ref, *of_experts = refs[:first_own]
-        slot, first = program // tiles, program % tiles * cut.outputs
+        program = pl.program_id(0)
+        ins, outs = refs[: len(arrays)], refs[len(arrays) :]
+        made_ref, experts_ref, slots_ref, *of_experts = ins[:count]
 
-        @pl.when(program >= 0)
+        @pl.when(program >= of_tokens)
         def _() -> None:
+            slot, first = joint.place(program - of_tokens)
             expert = experts_ref[slot]
 
             @pl.when(expert >= 0)
             def _() -> None:
-                mine = load(slots_ref, jnp.full((cut.rows,), slot, jnp.int32), _range(cut.rows))
-                inputs = functools.partial(_gathered, made_ref, mine, 1, order, last)
-                matrices = [(tuple(of_experts), expert * width)]
-                steps = 0, pl.cdiv(shape.units, cut.units)
-                [y] = tile.products(shape, cut, matrices, first, steps, inputs)
-                out_ref, size = refs[first_own + beside.count], (cut.outputs, cut.rows)
-                column, slot_of = first + iota(size, 0), jnp.broadcast_to(mine[None, :], size)
-                mask = (slot_of < experts_ref.shape[0]) & (column < width)
-                plt.store(out_ref.at[slot_of, column], y, mask=mask)
+                mine = row_of(slots_ref, slot)
+                inputs = joint.inputs(made_ref, mine, 1)
+                [y] = joint.products([(of_experts, expert * width)], first, inputs)
+                joint.store_plainly(outs[0], mine, first, y)
 
-        beside.run(program + beside.programs, refs[first_own:])
+        if not of_tokens:
+            return
+        own_made_ref, *of_own, strength_ref = ins[count:]
 
-    struct = jax.ShapeDtypeStruct((rows[0].size, width), jnp.float32)
+        @pl.when(program < of_tokens)
+        def _() -> None:
+            tile, first = last.place(program)
+            mine = tile * last.cut.rows + jax.lax.iota(jnp.int32, last.cut.rows)
+            [y] = last.products([(of_own, 0)], first, last.inputs(own_made_ref, mine, 1))
+            last.store_plainly(outs[1], mine, first, y * last.of_rows(strength_ref, mine))
+
     return tuple(
         triton_call(
             kernel,
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
+            num_warps=config.down.num_warps,
+            num_stages=config.down.num_stages,
             name="expert_dispatch_down",
-            grid=(beside.programs + programs,),
-            out_shape=[struct, *beside.shapes],
-        )(*arrays, *beside.arrays)
+            grid=(of_tokens + rows[0].size * joint.tiles,),
+            out_shape=shapes,
+        )(*arrays)
     )
 
 
-def _shape(weight: QTensor, outputs: int) -> Shape:
-    """Of products with so many of an expert's outputs."""
-    matrix = matrix_of(weight)
-    assert isinstance(matrix, Coded)
-    return dataclasses.replace(matrix.shape, outputs=outputs)
+def _own(shared: SharedExpert, config: SomeTokens) -> tuple[Joint, Joint, Joint]:
+    """The shared expert's gate, up and down projections; they are in codes."""
+    parts = shared.gate_proj, shared.up_proj, shared.down_proj
+    cuts = config.shared, config.shared, config.shared_down
+    return tuple(Joint.of(w, w.shape[0], cut) for w, cut in zip(parts, cuts, strict=True))
 
 
-def _gathered(
-    ref: Any, mine: Any, slots: int, order: tuple[int, int], last: int | None, unit: Any, width: int
-) -> Float[Array, "gm i"]:
-    """The inputs of the slots of a row, see `tile.Inputs`.
-
-    Args:
-        ref: rows of inputs, one for so many slots, in copies.
-        mine: slots, past the last where there are no more.
-        slots: see `ref`.
-        order: of the inputs, see `tile.order`.
-        last: number of inputs that exist; all of them if None.
-        unit: first.
-        width: number of inputs.
-    """
-    part, copies = order
-    rows, size = ref.shape[0] // copies, (copies * mine.shape[0], width)
-    slot = jnp.broadcast_to(mine[None, :, None], (copies, mine.shape[0], width)).reshape(size)
-    place = unit * UNIT + iota(size, 1)
-    mask = slot < slots * rows
-    if last is not None:
-        mask = mask & (column_of(place, part) < last)
-    copy = jax.lax.div(iota(size, 0), mine.shape[0])
-    return load(ref, copy * rows + jax.lax.div(slot, slots), place, mask=mask)
-
-
-def _store_turned(
-    ref: Any, mine: Any, first: Any, columns: int, made: Float[Array, "o m"], order: tuple[int, int]
-) -> None:
-    """Write a program's numbers for the slots of a row, in an order, and zeros in other copies.
-
-    Args:
-        ref: rows of slots, in copies.
-        mine: slots, past the last where there are no more.
-        first: column of the program.
-        columns: number of them.
-        made: numbers of columns.
-        order: see `tile.order`.
-    """
-    part, copies = order
-    slots, column = ref.shape[0] // copies, first + iota(made.shape, 0)
-    slot = jnp.broadcast_to(mine[None, :], made.shape)
-    mask = (slot < slots) & (column < columns)
-    for copy in range(copies):
-        own = made
-        if copies > 1:
-            own = jnp.where(column // part % THREADS // (THREADS // copies) == copy, made, 0)
-        # What is masked must not be at the place of another copy.
-        row = jnp.where(mask, copy * slots + slot, ref.shape[0])
-        plt.store(ref.at[row, place_of(column, part)], own, mask=mask)
-
-
-def _range(count: int) -> Int[Array, " r"]:
-    return jax.lax.iota(jnp.int32, count)
+def _silu(products: list[Float[Array, "o m"]]) -> Float[Array, "o m"]:
+    gate, up = products
+    return (gate * jax.lax.logistic(gate) * up).astype(jnp.bfloat16)

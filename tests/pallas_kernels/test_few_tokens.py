@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import lower_for_cuda
+from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import down, gate_up, triton
-from pallas_kernels.expert_dispatch.config import Cut, FewTokens, heuristic
+from pallas_kernels.expert_dispatch.config import Cut, FewTokens, SomeTokens, heuristic
 from pallas_kernels.expert_dispatch.shared import SharedExpert
+from pallas_kernels.expert_dispatch.sharing import rows_of_experts
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, norm_error
 
@@ -133,7 +135,7 @@ def oracle_of_down(made: list[np.ndarray], ids: np.ndarray, wide: tuple[Any, ...
     return result if shared is None else result + made[2] * (made[1] @ shared["down_proj"].T)
 
 
-def check(spec: Spec, config: FewTokens) -> None:
+def check(spec: Spec, config: FewTokens | SomeTokens) -> None:
     """Both launches, each from what it is given."""
     (x, ids, weights, up, below, shared), wide = drawn(spec)
     numbers, inner = np.asarray(ids), jnp.dtype(spec.inner)
@@ -155,7 +157,7 @@ def check(spec: Spec, config: FewTokens) -> None:
     np.testing.assert_array_equal(y[padding], residual[padding])
 
 
-def check_whole(spec: Spec, config: FewTokens) -> None:
+def check_whole(spec: Spec, config: FewTokens | SomeTokens) -> None:
     """Both launches together."""
     arrays, wide = drawn(spec)
     run = functools.partial(triton.expert_dispatch, config=config, **spec.settings())
@@ -187,6 +189,43 @@ def test_both_launches_equal_the_formula(name):
 def test_both_launches_on_a_gpu(name):
     check(*ON_GPU[name])
     check_whole(*ON_GPU[name])
+
+
+# Of most experts more slots than a row holds, of one none; in three tiles or more, none full.
+SOME = SomeTokens(
+    SomeRows(4, 32, blocks=2), SomeRows(4, 32), SomeRows(8, 32), SomeRows(16, 32, blocks=2)
+)
+TOGETHER = {
+    "3 and 4 bits": small(3, 4, tokens=37, group_size=128, width=420),
+    "4 and 3 bits, zero": small(4, 3, tokens=19, zero=True, group_size=32, width=420),
+    "3 and 8 bits, alone": small(3, 8, tokens=19, shared_hidden=0, hidden=128, width=420),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_tokens_that_share_experts(name):
+    with interpreted():
+        check_whole(TOGETHER[name], SOME)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_tokens_that_share_experts_on_a_gpu(name, bits):
+    check_whole(dataclasses.replace(TOGETHER[name], shared_bits=bits), SOME)
+
+
+def test_rows_of_experts():
+    """Every filled slot is in one row, of its expert and behind its first slot."""
+    ids = np.random.default_rng(0).integers(-1, EXPERTS + 1, (23, SLOTS)).astype(np.int32)
+    experts, slots = map(np.asarray, rows_of_experts(jnp.asarray(ids), EXPERTS, 4))
+    flat, seen = ids.reshape(-1), []
+    for first in np.flatnonzero(experts >= 0):
+        row = slots[first][slots[first] < ids.size]
+        assert (flat[row] == experts[first]).all()
+        assert row[0] == first
+        seen += row.tolist()
+    assert sorted(seen) == np.flatnonzero((flat >= 0) & (flat < EXPERTS)).tolist()
 
 
 @pytest.mark.parametrize("name", ["1 token", "8 tokens, bf16", "1 token, groups of 32, zero"])
