@@ -15,6 +15,8 @@ SOME_ROWS = 64
 UNPACKED_ROWS = 256
 # Units that are multiplied together by the kernel of some rows.
 BLOCK_UNITS = 4
+# From so many outputs on, a launch that orders inputs costs less than it saves.
+MANY_OUTPUTS = 1 << 16
 # Warps of the kernel of few rows that keep a multiprocessor busy, and most outputs of a program.
 LEAST_WARPS, MOST_OUTPUTS = 6, 4
 
@@ -27,11 +29,14 @@ class FewRows:
         outputs: outputs a program, a power of two, at least `outputs_at_once`.
         units: units of each that are read at once, one a thread: a power of two.
         num_warps: warps a program.
+        abreast: whether inputs, of 16 bits, are brought in the order that `abreast` tells of, by a
+            launch of its own. The same for all matrices of a call.
     """
 
     outputs: int = 4
     units: int = 64
     num_warps: int = 2
+    abreast: bool = False
 
     @property
     def outputs_at_once(self) -> int:
@@ -124,7 +129,7 @@ def others(config: Config) -> list[Config]:
     """What may be tried in place of a heuristic's configuration."""
     if isinstance(config, FewRows):
         halves = FewRows(config.outputs, config.units // 2, config.num_warps // 2)
-        near = [*varied(config, outputs=(1, 2, 4, 8)), halves]
+        near = [*varied(config, outputs=(1, 2, 4, 8), abreast=(False, True)), halves]
         return [c for c in near if c.num_warps and c.outputs >= max(1, c.outputs_at_once)]
     if isinstance(config, SomeRows):
         return varied(
@@ -143,7 +148,7 @@ def without_codes(config: Config, rows: int) -> Config:
     Its bytes are several times those of codes, so that a program of few rows takes fewer outputs.
     """
     if isinstance(config, FewRows):
-        return dataclasses.replace(config, outputs=max(1, FEW_ROWS // rows))
+        return dataclasses.replace(config, outputs=max(1, FEW_ROWS // rows), abreast=False)
     return config
 
 
@@ -158,7 +163,7 @@ def _few_rows(cores: int, outputs: int, units: int) -> FewRows:
     count = MOST_OUTPUTS
     while count > 1 and outputs * warps < count * LEAST_WARPS * cores:
         count //= 2
-    return FewRows(max(count, 32 * warps // width), width, warps)
+    return FewRows(max(count, 32 * warps // width), width, warps, outputs >= MANY_OUTPUTS)
 
 
 def _some_rows(cores: int, shape: Shape, outputs: int) -> SomeRows:

@@ -20,14 +20,13 @@ from jaxtyping import Array, Float
 from .._compat import multiply_add
 from ..lanes import parts
 from . import uncoded
+from .abreast import PIECE, abreast
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .operands import Shape, iota, load, words
 from .pieces import Piece, Share, chosen, launch
 from .unit import multiplied, offsets
 
-# So many inputs a thread reads at once: 16 bytes.
-PIECE = 8
 UNROLLED = 2
 
 
@@ -43,7 +42,7 @@ def products(
     shapes = [piece.shape for piece in pieces]
     return launch(
         body,
-        (x,),
+        (abreast(x, configs[0].units) if configs[0].abreast else x,),
         pieces,
         [config.outputs for config in configs],
         [jax.ShapeDtypeStruct((shape.rows, shape.outputs), shape.dtype) for shape in shapes],
@@ -73,7 +72,8 @@ def _product(shares: Sequence[Share], config: FewRows, x_ref: Any) -> None:
     def add(step: Any, sums: list[Array]) -> list[Array]:
         # Codes first: they come from afar.
         read = chosen(shares, functools.partial(_read, config, step))
-        rows = [_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
+        read_inputs = _abreast if config.abreast else _inputs
+        rows = [read_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
         made = _products(shape.bits, has_zero, rows, read)
         return [added + product for added, product in zip(sums, made, strict=True)]
 
@@ -152,6 +152,18 @@ def _inputs(
             mask = unit < shape.units
         piece = load(x_ref, jnp.full(size, row, jnp.int32), column, mask=mask)
         values += parts(piece)
+    return [value.astype(jnp.float32) for value in values]
+
+
+def _abreast(
+    shape: Shape, x_ref: Any, row: int, tile: tuple[int, int], step: Any
+) -> list[Float[Array, "o u"]]:
+    """See `_inputs`; of rows in the order of `abreast`, where all units of a step exist."""
+    size = (*tile, PIECE)
+    values = []
+    for start in range(0, UNIT, PIECE):
+        column = (step * UNIT + start) * tile[1] + iota(size, 1) * PIECE + iota(size, 2)
+        values += parts(load(x_ref, jnp.full(size, row, jnp.int32), column))
     return [value.astype(jnp.float32) for value in values]
 
 

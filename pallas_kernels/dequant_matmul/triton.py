@@ -116,7 +116,7 @@ def _launches(pieces: Sequence[Piece], configs: Sequence[Config]) -> list[list[i
     for index, (piece, config) in enumerate(zip(pieces, configs, strict=True)):
         alike: Any = None, index
         if isinstance(config, FewRows):
-            alike = config.num_warps
+            alike = config.num_warps, config.abreast and config.units
         elif isinstance(config, SomeRows):
             mine = order(piece.shape) if piece.coded or not orders else orders[0]
             alike = dataclasses.replace(config, outputs=0), mine

@@ -33,6 +33,7 @@ class GateUp:
         if shared is None:
             return
         self._matrix, self._tokens = matrix_of(shared.gate_proj), tokens
+        self._abreast = config.abreast
         self._hidden = shared.gate_proj.shape[0]
         self._cut = Cut(config.shared_outputs, config.gate_up.units, config.gate_up.num_warps)
         self._tiles = pl.cdiv(self._hidden, self._cut.outputs)
@@ -43,12 +44,13 @@ class GateUp:
         ]
         self.programs, self.count = tokens * (self._tiles + 1), len(self.arrays)
 
-    def run(self, program: Any, x_ref: Any, refs: Any) -> None:
+    def run(self, program: Any, x_ref: Any, tokens_ref: Any, refs: Any) -> None:
         """Do what a program must, if it is one of them.
 
         Args:
             program: its number.
-            x_ref: tokens.
+            x_ref: tokens, as the products read them.
+            tokens_ref: tokens.
             refs: arrays, and then the launch's results, of which these are the last two.
         """
         if not self.programs:
@@ -60,11 +62,12 @@ class GateUp:
         def _() -> None:
             token, first = program // self._tiles, program % self._tiles * cut.outputs
             parts = (of_gate, 0), (of_up, 0)
-            made = gates.made(self._matrix, parts, (x_ref, token), first, self._hidden, cut)
+            x = x_ref, token
+            made = gates.made(self._matrix, parts, x, first, self._hidden, cut, self._abreast)
             store(refs[-2], token, first, self._hidden, made)
 
         @pl.when((program >= self._tokens * self._tiles) & (program < self.programs))
         def _() -> None:
             token = program - self._tokens * self._tiles
-            logit = gates.logit(x_ref, token, refs[2 * count], cut.num_warps)
+            logit = gates.logit(tokens_ref, token, refs[2 * count], cut.num_warps)
             refs[-1][token, 0] = jax.lax.logistic(logit)

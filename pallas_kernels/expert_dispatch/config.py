@@ -48,11 +48,15 @@ class FewTokens:
         gate_up: of the first launch; `outputs` are gates, and there are as many rows above.
         down: of the second launch.
         shared_outputs: gates of the shared expert a program of the first launch.
+        abreast: whether codes meet tokens that were brought in the order of
+            `dequant_matmul.abreast`, by a launch of its own. What lies between the two launches is
+            in that order always, if codes meet it.
     """
 
     gate_up: Cut
     down: Cut
     shared_outputs: int = 1
+    abreast: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

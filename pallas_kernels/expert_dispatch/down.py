@@ -19,6 +19,7 @@ from .._compat import triton_call
 from ..dequant_matmul.few_rows import stacked
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
+from .between import is_abreast
 from .config import Cut
 from .gates import columns, store
 from .matrix import Matrix, Units, all_of, arrays_of, inputs_of_units, matrix_of
@@ -120,8 +121,9 @@ def _routed(
         cut: see there.
     """
     ids_ref, weights_ref, token, slots, experts = routing
-    units = Units(cut.tile, slots, matrix.units)
-    tokens = jnp.full(cut.tile, token, jnp.int32)
+    abreast = is_abreast(matrix, made_ref.dtype)
+    units = Units(cut.tile, slots, matrix.units, abreast)
+    tokens, row = jnp.full(cut.tile, token, jnp.int32), token if abreast else token * slots
 
     def add(step: Any, sums: list[Array]) -> list[Array]:
         slot, unit, exists = units.at(step, cut.tile)
@@ -138,7 +140,7 @@ def _routed(
             inside = output < width if width % cut.outputs else None
             mask = all_of(cut.tile, used, inside)
             read.append(matrix.read(refs, expert * width + output, unit, mask))
-        values = matrix.prepared(inputs_of_units(made_ref, token * slots, units, step, matrix))
+        values = matrix.prepared(inputs_of_units(made_ref, row, units, step, matrix))
         made = [matrix.product(each, values, strength, used) for each in read]
         return [total + product for total, product in zip(sums, made, strict=True)]
 

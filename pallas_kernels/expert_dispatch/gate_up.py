@@ -14,11 +14,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
+from ..dequant_matmul.abreast import abreast
 from ..dequant_matmul.qtensor import QTensor
 from .beside import GateUp
+from .between import Between, is_abreast
 from .config import FewTokens
 from .gates import made, store
-from .matrix import arrays_of, matrix_of
+from .matrix import Matrix, arrays_of, matrix_of
 from .shared import SharedExpert
 
 
@@ -29,6 +31,7 @@ def gated(
     shared: SharedExpert | None,
     dtype: Any,
     config: FewTokens,
+    below: Matrix,
 ) -> tuple[Array, ...]:
     """What the down projections read, rounded; of the shared expert also sigmoid(logit) [M, 1].
 
@@ -39,18 +42,25 @@ def gated(
         shared: expert.
         dtype: to which results are rounded.
         config: see there.
+        below: what reads them.
 
     Returns:
-        [M * A, F]; with a shared expert also [M, Fs] and [M, 1].
+        [M * A, F], or [M, A * F and more] in the order of `abreast`; with a shared expert also
+        [M, Fs] and [M, 1].
     """
     (tokens, slots), cut = ids.shape, config.gate_up
     experts, rows, _ = gate_up_proj.shape
     hidden, matrix = rows // 2, matrix_of(gate_up_proj)
     tiles = pl.cdiv(hidden, cut.outputs)
-    arrays = [x, ids, *arrays_of(gate_up_proj)]
+    read = abreast(x.astype(dtype), cut.units) if config.abreast else x
+    arrays = [read, x, ids, *arrays_of(gate_up_proj)]
     beside = GateUp(tokens, shared, dtype, config)
+    out = Between(below, slots, config.down.units) if is_abreast(below, dtype) else None
+    struct = jax.ShapeDtypeStruct(
+        (tokens * slots, hidden) if out is None else out.shape(tokens), dtype
+    )
 
-    def kernel(x_ref: Any, ids_ref: Any, *refs: Any) -> None:
+    def kernel(x_ref: Any, tokens_ref: Any, ids_ref: Any, *refs: Any) -> None:
         program = pl.program_id(0)
         routed_refs, refs = refs[: matrix.count], refs[matrix.count :]
 
@@ -64,10 +74,15 @@ def gated(
             def _() -> None:
                 gate = expert * rows
                 parts = (routed_refs, gate), (routed_refs, gate + hidden)
-                numbers = made(matrix, parts, (x_ref, slot // slots), first, hidden, cut)
-                store(refs[beside.count], slot, first, hidden, numbers)
+                token = slot // slots
+                x = x_ref, token
+                numbers = made(matrix, parts, x, first, hidden, cut, config.abreast)
+                if out is None:
+                    store(refs[beside.count], slot, first, hidden, numbers)
+                else:
+                    out.store(refs[beside.count], token, slot % slots, first, numbers)
 
-        beside.run(program, x_ref, refs)
+        beside.run(program, x_ref, tokens_ref, refs)
 
     return tuple(
         triton_call(
@@ -76,6 +91,6 @@ def gated(
             num_stages=1,
             name="expert_dispatch_gate_up",
             grid=(beside.programs + tokens * slots * tiles,),
-            out_shape=[jax.ShapeDtypeStruct((tokens * slots, hidden), dtype), *beside.shapes],
+            out_shape=[struct, *beside.shapes],
         )(*arrays, *beside.arrays)
     )

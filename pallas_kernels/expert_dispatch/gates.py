@@ -22,6 +22,7 @@ def made(
     first: Any,
     hidden: int,
     cut: Cut,
+    abreast: bool = False,
 ) -> Float[Array, "o n"]:
     """Silu(gate) * up of a program.
 
@@ -32,8 +33,9 @@ def made(
         first: gate of the program.
         hidden: number of gates.
         cut: see there.
+        abreast: see `Units`.
     """
-    units = Units(cut.tile, 1, matrix.units)
+    units = Units(cut.tile, 1, matrix.units, abreast)
 
     def add(step: Any, sums: list[Array]) -> list[Array]:
         _, unit, exists = units.at(step, cut.tile)

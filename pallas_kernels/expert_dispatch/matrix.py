@@ -34,11 +34,13 @@ class Units:
         tile: outputs and units of a step.
         slots: rows of inputs, one behind the other.
         units: of each.
+        abreast: whether inputs are in the order that `abreast` tells of, all slots in one row.
     """
 
     tile: tuple[int, int]
     slots: int
     units: int
+    abreast: bool = False
 
     @property
     def steps(self) -> int:
@@ -235,7 +237,7 @@ def inputs_of_units(
 
     Args:
         ref: rows of inputs.
-        first_row: the first slot's.
+        first_row: the first slot's, or that of all of them.
         units: see there.
         step: which.
         matrix: that meets them.
@@ -250,5 +252,12 @@ def inputs_of_units(
         if matrix.inputs % matrix.width:
             inside = column < matrix.inputs
             mask = inside if mask is None else mask & inside
-        values += parts(load(ref, first_row + slot, column, mask=mask))
+        row = first_row + slot
+        if units.abreast:
+            row = jnp.full(size, first_row, jnp.int32)
+            count = units.tile[1]
+            # Written so that the compiler sees neighbours: the place of unit `step * count + u`.
+            column = step * (count * UNIT) + start * count
+            column = column + jax.lax.broadcasted_iota(jnp.int32, size, 1) * piece + index
+        values += parts(load(ref, row, column, mask=mask))
     return [value.astype(jnp.float32) for value in values]

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
+from ..dequant_matmul.config import SomeRows
 from ..dequant_matmul.qtensor import QTensor
 from ..dequant_matmul.turn import turned
 from . import combine, gates
@@ -72,19 +73,18 @@ def gated(
     (tokens, _), hidden = x.shape, weight.shape[1] // 2
     joint = Joint.of(weight, hidden, config.gate_up)
     behind = Joint.of(below, below.shape[1], config.down)
-    own = None if shared is None else _own(shared, config)
     narrow = x.astype(jnp.bfloat16)
     arrays = [turned(narrow, joint.cut.units, *joint.order), *rows, *joint.arrays]
     count, shapes = len(arrays), [behind.struct_of(rows[0].size)]
-    of_tokens = 0
-    if own is not None:
-        gate, up, last = own
-        assert shared is not None
+    first_routed = of_tokens = 0
+    gate = last = joint
+    if shared is not None:
+        gate, up, last = _own(shared, config)
         of_tokens = pl.cdiv(tokens, gate.cut.rows) * gate.tiles
         arrays += [turned(narrow, gate.cut.units, *gate.order), *gate.arrays, *up.arrays]
         arrays += [x, shared.gate]
         shapes += [last.struct_of(tokens), jax.ShapeDtypeStruct((tokens, 1), jnp.float32)]
-    first_routed = of_tokens + (tokens if shared is not None else 0)
+        first_routed = of_tokens + tokens
 
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
@@ -104,7 +104,7 @@ def gated(
                 matrices = [(of_experts, start), (of_experts, start + hidden)]
                 behind.store(outs[0], mine, first, _silu(joint.products(matrices, first, inputs)))
 
-        if own is None:
+        if not of_tokens:
             return
         own_x_ref, *of_own, tokens_ref, logit_ref = ins[count:]
 
@@ -210,10 +210,13 @@ def down(
 
 
 def _own(shared: SharedExpert, config: SomeTokens) -> tuple[Joint, Joint, Joint]:
-    """The shared expert's gate, up and down projections; they are in codes."""
-    parts = shared.gate_proj, shared.up_proj, shared.down_proj
-    cuts = config.shared, config.shared, config.shared_down
-    return tuple(Joint.of(w, w.shape[0], cut) for w, cut in zip(parts, cuts, strict=True))
+    """The shared expert's gate, up and down projections, which are in codes."""
+
+    def joint(weight: Any, cut: SomeRows) -> Joint:
+        return Joint.of(weight, weight.shape[0], cut)
+
+    gate, up = (joint(weight, config.shared) for weight in (shared.gate_proj, shared.up_proj))
+    return gate, up, joint(shared.down_proj, config.shared_down)
 
 
 def _silu(products: list[Float[Array, "o m"]]) -> Float[Array, "o m"]:

@@ -36,7 +36,8 @@ def few_tokens(
     config: FewTokens,
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`."""
-    made = gate_up.gated(x, ids, gate_up_proj, shared, inner_dtype, config)
+    below = matrix_of(down_proj)
+    made = gate_up.gated(x, ids, gate_up_proj, shared, inner_dtype, config, below)
     if shared is not None:
         routed, beside, strength = made
         made = routed, beside, shared.strengths(strength)

@@ -17,6 +17,7 @@ from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import down, gate_up, triton
 from pallas_kernels.expert_dispatch.config import Cut, FewTokens, SomeTokens, heuristic
+from pallas_kernels.expert_dispatch.matrix import matrix_of
 from pallas_kernels.expert_dispatch.shared import SharedExpert
 from pallas_kernels.expert_dispatch.sharing import rows_of_experts
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
@@ -36,6 +37,7 @@ FIRST = FewTokens(Cut(16, 8, 1), Cut(16, 4, 1), 4)
 SECOND = FewTokens(Cut(16, 4, 1), Cut(8, 8, 1), 8)
 CASES = {
     "3 and 4 bits": (small(3, 4), FIRST),
+    "4 and 3 bits, abreast": (small(4, 3, x="bfloat16"), dataclasses.replace(FIRST, abreast=True)),
     "4 bits and numbers, zero": (small(4, 32, zero=True, group_size=32, shared_bits=16), SECOND),
     "numbers and 8 bits": (small(16, 8, shared_hidden=0, x="bfloat16", inner="float32"), FIRST),
 }
@@ -52,7 +54,10 @@ ON_GPU = CASES | {
     )
     for name, config in (
         ("narrow", FewTokens(Cut(8, 32, 1), Cut(8, 64, 2), 2)),
-        ("wide", FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 2)),
+        (
+            "wide",
+            FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 2, abreast=x == "bfloat16"),
+        ),
     )
 }
 # Sums of codes are less exact than float32. What lies between is rounded to bfloat16.
@@ -140,13 +145,24 @@ def check(spec: Spec, config: FewTokens | SomeTokens) -> None:
     (x, ids, weights, up, below, shared), wide = drawn(spec)
     numbers, inner = np.asarray(ids), jnp.dtype(spec.inner)
     empty = jnp.asarray((numbers < 0) | (numbers >= EXPERTS))
-    first = jax.jit(gate_up.gated, static_argnums=(4, 5))
-    slots, *own = first(x, ids, up, shared, inner, config)
-    made = [jnp.where(empty.reshape(-1, 1), 0, slots), *own]
+    first = jax.jit(gate_up.gated, static_argnums=(4, 5, 6))
+    slots, *own = first(x, ids, up, shared, inner, config, matrix_of(below))
+    plain, holes = slots, empty.reshape(-1, 1)
+    if isinstance(below, QTensor):
+        # From the order in which codes meet them, and back: 8 values of each unit in turn.
+        count, units = config.down.units, -(-spec.hidden // 32)
+        wide_slots = slots.reshape(spec.tokens, -1, 4, count, 8).transpose(0, 1, 3, 2, 4)
+        wide_slots = wide_slots.reshape(spec.tokens, -1)[:, : SLOTS * units * 32]
+        plain = wide_slots.reshape(-1, units * 32)[:, : spec.hidden]
+        holes = jnp.repeat(empty, units * 32, axis=1)
+        holes = jnp.pad(holes, ((0, 0), (0, slots.shape[1] - holes.shape[1])))
+        holes = holes.reshape(spec.tokens, -1, count, 4, 8).transpose(0, 1, 3, 2, 4)
+        holes = holes.reshape(slots.shape)
+    made = [jnp.where(empty.reshape(-1, 1), 0, plain), *own]
     for found, wanted in zip(made, oracle_of_gated(numbers, wide), strict=True):
         assert norm_error(found, wanted) < HIDDEN[spec.inner]
 
-    spoilt = (jnp.where(empty.reshape(-1, 1), jnp.nan, slots), *own)
+    spoilt = (jnp.where(holes, jnp.nan, slots), *own)
     lost = jnp.where(empty, jnp.nan, weights)
     second = jax.jit(down.summed, static_argnums=(6, 7))
     residual = jnp.asarray(np.random.default_rng(0).standard_normal(x.shape), jnp.float32)
