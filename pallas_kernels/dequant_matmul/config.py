@@ -49,7 +49,7 @@ class SomeRows:
     """How the work is cut for up to `SOME_ROWS` rows.
 
     Attributes:
-        rows: rows a program, a power of two from 16 on.
+        rows: rows a program, a power of two; together with `tile.copies` at least 8 columns.
         outputs: outputs a program, a power of two, at least 16 a warp.
         splits: into how many parts the inputs are cut; parts are summed by a further launch.
         num_warps: warps a program, one or two. Of four, tensor cores would take codes out of
@@ -167,13 +167,13 @@ def _few_rows(cores: int, outputs: int, units: int) -> FewRows:
 
 
 def _some_rows(cores: int, shape: Shape, outputs: int) -> SomeRows:
-    """As many blocks at once as have 32 rows; parts of the inputs that keep the device at work.
+    """Two blocks at once, if rows are few; parts of the inputs that keep the device at work.
 
     At 3 bits, each group of a block is a product of its own with all inputs of it.
     """
-    rows = max(16, pl.next_power_of_2(shape.rows))
+    rows = max(8, pl.next_power_of_2(shape.rows))
     columns = rows * (max(1, BLOCK_UNITS // shape.group_units) if shape.bits == 3 else 1)
-    config = SomeRows(rows, blocks=max(1, 32 // columns))
+    config = SomeRows(rows, blocks=2 if columns <= 16 else 1)
     programs, steps = pl.cdiv(outputs, config.outputs), pl.cdiv(shape.units, config.units)
     splits = 1
     while 2 * splits * programs <= 3 * cores and 4 * splits <= steps:
