@@ -19,7 +19,8 @@ import numpy as np
 
 import qwen_jax
 from convert.quantization.recipe_file import read_recipe
-from convert.quantize import plan_quantization, quantize
+from convert.quantization_plan import plan_quantization
+from convert.quantize import quantize
 from qwen_jax.checkpoint.mapping import Layout
 from qwen_jax.checkpoint.tensors import stored_tensors
 from qwen_jax.config import QwenConfig

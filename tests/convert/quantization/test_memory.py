@@ -16,7 +16,8 @@ from convert.quantization import calibrated, rounding
 from convert.quantization.calibration import prepare_calibration
 from convert.quantization.recipe_file import read_recipe
 from convert.quantization.tensors import part_of
-from convert.quantize import plan_quantization, quantize
+from convert.quantization_plan import plan_quantization
+from convert.quantize import quantize
 from qwen_jax.config import QwenConfig
 from tests.convert.quantization import models
 from tests.convert.quantization.peaks import LAYER_BYTES, LAYERS
