@@ -40,7 +40,7 @@ from benchmarks.kernels.expert_cases import (
 from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import Chain
 from pallas_kernels.expert_dispatch import api, down, gate_up, triton
-from pallas_kernels.expert_dispatch.config import FEW_TOKENS, Cut
+from pallas_kernels.expert_dispatch.config import FEW_TOKENS, Cut, FewTokens
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 
 SECONDS = 150
