@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from qwen_jax.config import QwenConfig
 from qwen_jax.model.decoder import DecoderLayer
 from qwen_jax.quant import Rule
+from qwen_jax.train.experts import make_dense
 
 from .calibrate import advance, at, run
 from .layer import quantise_layer
@@ -30,6 +31,7 @@ def layer_error(
     """A loss of a layer, its input and what the float layer makes of that: the share missed."""
 
     def loss(layer: DecoderLayer, x: Array, y: Array) -> Array:
+        make_dense([layer], config)
         difference = run(layer, config, x) - y
         return jnp.sum(jnp.square(difference)) / jnp.sum(jnp.square(y - x))
 

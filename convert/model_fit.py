@@ -22,8 +22,9 @@ from jaxtyping import Array, Float, Int
 from qwen_jax.accounting import count_parameters, tensors
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
-from qwen_jax.model import CausalLM
+from qwen_jax.model import CausalLM, FlatModel
 from qwen_jax.quant import QTensor, Scheme, WeightFormat
+from qwen_jax.train.experts import make_dense, pays_dense
 
 from .calibrate import at
 from .methods import Codes
@@ -69,15 +70,15 @@ def fit_model(
     """
     seen, held_out = divided(tokens, steps, windows_of_step)
     coded = tensors_in_codes(model)
-    told = _Progress(steps, tell)
+    told, base = _Progress(steps, tell), FlatModel.of(teacher)
     return fit_codes(
         model,
         {path: at(teacher, path)[...] for path in coded},
         {path: start(tensor) for path, tensor in coded.items()},
         {path: format_of(tensor) for path, tensor in coded.items()},
         divergence,
-        [(teacher, batch) for batch in batches(seen, steps, windows_of_step)],
-        [(teacher, window[None]) for window in held_out],
+        [(base, batch) for batch in batches(seen, steps, windows_of_step)],
+        [(base, window[None]) for window in held_out],
         code_rate=CODE_RATE,
         scale_rate=SCALE_RATE,
         tell=told.step,
@@ -125,8 +126,17 @@ def batches(tokens: Int[np.ndarray, "N T"], steps: int, size: int) -> list[Int[n
     return [tokens[order[row]] for row in places]
 
 
-def divergence(model: CausalLM, teacher: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
-    """Mean KL(teacher || model) in nats; logits are there for one window at a time."""
+def divergence(model: CausalLM, base: FlatModel, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
+    """Mean KL(teacher || model) in nats; logits are there for one window at a time.
+
+    Args:
+        model: its experts are replaced where that is faster.
+        base: the teacher.
+        tokens: whole windows.
+    """
+    teacher = base.module()
+    for each in (model, teacher):
+        make_dense(each.layers, each.config)
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
     hidden = tuple(
         m.forward(tokens, None, jnp.zeros_like(lengths), lengths).hidden_states[-1]
@@ -211,11 +221,14 @@ def active_weights(config: QwenConfig) -> int:
 def _activations(config: QwenConfig, tokens: int, window: int) -> int:
     """Bytes of what a step keeps for its way back, and of the logits of one window."""
     active = active_weights(config) - config.vocab_size * config.hidden_size
-    # Of a layer the residual stream, and widths of products, which go as the root of its weights.
-    # How many of each there are, XLA says of the demo model compiled for an H200, and for a CPU.
-    widths = config.num_hidden_layers * (
-        24 * config.hidden_size + 8 * math.sqrt(active / config.num_hidden_layers)
-    )
+    # Of a layer the residual stream, widths of products, which go as the root of its weights, and
+    # those of all experts where they are computed. How many of each there are, XLA says of the demo
+    # model compiled for an H200, and for a CPU.
+    layers, dense = range(config.num_hidden_layers), pays_dense(config)
+    roots = (3 if dense else 8) * math.sqrt(active / len(layers))
+    widths = len(layers) * (24 * config.hidden_size + roots)
+    for layer in filter(config.is_sparse, layers if dense else ()):
+        widths += 4 * config.num_experts * config.width("moe_intermediate_size", layer)
     size = 8 if jax.default_backend() == "cpu" else 4
     return int(size * tokens * widths + 32 * window * config.vocab_size)
 

@@ -145,7 +145,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """The plan as a JSON object, tensors counted only."""
         record = dataclasses.asdict(self.now)
-        del record["checksums"]
+        del record["checksums"], record["files"]
         return {
             "source": str(self.source),
             "model_type": self.load.config.model_type,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qwen_jax.checkpoint.checksums import compared
+from qwen_jax.checkpoint.checksums import QUANTIZATION, compared, file_checksums
 from qwen_jax.checkpoint.formats import declares_codes
 from qwen_jax.checkpoint.json_file import read_object
-from qwen_jax.checkpoint.native import FORMAT_VERSION, SHARD_METADATA
+from qwen_jax.checkpoint.native import FORMAT_VERSION, SHARD_METADATA, TOKENIZER_FILES
 from qwen_jax.checkpoint.safetensors_io import open_folder
 from qwen_jax.errors import CheckpointError
 
@@ -99,11 +99,12 @@ def run(
         plan.refuse_damage(checksums)
         if plan.edit_files is not None:
             plan.edit_files(folder)
+        write_config(plan.config, folder)
         if plan.native:
-            dataclasses.replace(plan.record, checksums=checksums).write(folder)
+            files = file_checksums(folder, _checked_files(folder))
+            dataclasses.replace(plan.record, checksums=checksums, files=files).write(folder)
         if plan.report is not None:
             write_report(plan.report(remarks), folder)
-        write_config(plan.config, folder)
 
     return write_folder(
         destination,
@@ -116,3 +117,10 @@ def run(
         progress=progress,
         keep=keep,
     )
+
+
+def _checked_files(folder: Path) -> list[str]:
+    """What is recorded of a folder with a configuration, beside tensors: nothing without codes."""
+    if not declares_codes(folder):
+        return []
+    return [QUANTIZATION, *(name for name in TOKENIZER_FILES if (folder / name).is_file())]

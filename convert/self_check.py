@@ -12,13 +12,14 @@ from flax import nnx
 
 from qwen_jax.checkpoint.assemble import assemble, runs
 from qwen_jax.checkpoint.parameters import abstract_parameters
-from qwen_jax.checkpoint.plan import LoadPlan, plan_load
-from qwen_jax.checkpoint.safetensors_io import open_folder
+from qwen_jax.checkpoint.plan import LoadPlan
 from qwen_jax.config import QwenConfig
 from qwen_jax.model.chunk import Chunk
 from qwen_jax.model.decoder import DecoderLayer
 from qwen_jax.model.layers import RMSNorm
 from qwen_jax.model.rope import rotary
+
+from .source import open_source
 
 # Faults of recurrent layers have shown only from some token on.
 TOKENS = 12
@@ -32,7 +33,7 @@ def self_check(
     """Runs twelve tokens, spread over the vocabulary, through a model.
 
     Args:
-        folder: a folder of weights that are not quantised.
+        folder: the model's; codes are read as the numbers that they stand for.
         progress: called after each layer with the bytes of its weights.
 
     Returns:
@@ -43,9 +44,8 @@ def self_check(
         CheckpointError: the folder is damaged.
         ConfigError: the configuration is malformed or not implemented.
     """
-    config = QwenConfig.from_hf(folder)
-    plan = plan_load(open_folder(folder), config)
-    weights = _Weights(plan)
+    plan = open_source(folder, mtp=False).load
+    config, weights = plan.config, _Weights(plan)
     tokens = np.linspace(0, config.vocab_size - 1, TOKENS).astype(int)
     x = jnp.asarray(np.stack([weights.row("embed_tokens.weight", id) for id in tokens])[None])
     fault = _fault("the embedding", x, weights.suspects("embed_tokens."))

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qwen_jax.checkpoint.assemble import stored_dtype
+from qwen_jax.checkpoint.counts import refuse_sizes
 from qwen_jax.checkpoint.keys import parse_key
-from qwen_jax.checkpoint.plan import LoadPlan, plan_load, refuse_sizes
+from qwen_jax.checkpoint.plan import LoadPlan, plan_load
 from qwen_jax.checkpoint.tensors import tree_tensors
 from qwen_jax.config import QwenConfig
 from qwen_jax.configuration.spellings import load_config_file

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from qwen_jax.model import FlatModel
 from qwen_jax.quant import WeightFormat
 
 from .calibrate import at
@@ -100,7 +101,7 @@ def fit_codes(
         starts: codes by the same paths. Zero points stay.
         formats: of the same paths.
         loss: of the module and a batch.
-        batches: of each step one; arrays on the host, or models.
+        batches: of each step one; arrays on the host, or flat models.
         held_out: batches that no step sees.
         code_rate: of the first step, in codes; it falls to zero.
         scale_rate: the same in logarithms of scales.
@@ -109,12 +110,11 @@ def fit_codes(
     """
     on_device = functools.partial(jax.tree.map, jnp.asarray)
     starts = {path: on_device(starts[path]) for path in formats}
-    graph, state = nnx.split(module)
-    fixed = {"graph": graph, "formats": tuple(formats.items()), "loss": loss}
+    flat, fixed = FlatModel.of(module), {"formats": tuple(formats.items()), "loss": loss}
 
     def overall(places: dict[str, Place]) -> float:
         with jax.default_matmul_precision("highest"):
-            found = [_measure(places, starts, state, *on_device(b), **fixed) for b in held_out]
+            found = [_measure(places, starts, flat, *b, **fixed) for b in held_out]
         return float(np.mean(found))
 
     places = {
@@ -124,9 +124,9 @@ def fit_codes(
     progress = (places, *(jax.tree.map(jnp.zeros_like, places) for _ in range(2)))
     for number, batch in enumerate(batches):
         share = 1 - number / len(batches)
-        rates = jnp.asarray([share * code_rate, share * scale_rate], jnp.float32)
-        step = jnp.float32(number + 1)
-        progress, value = _descend(progress, step, rates, starts, state, *on_device(batch), **fixed)
+        rates = np.asarray([share * code_rate, share * scale_rate], np.float32)
+        step = np.float32(number + 1)
+        progress, value = _descend(progress, step, rates, starts, flat, *batch, **fixed)
         tell(number + 1, value)
     places = progress[0]
     after = overall(places)
@@ -173,13 +173,12 @@ def _passing(function: Callable[[Array], Array], x: Array) -> Array:
 def _loss(
     places: dict[str, Place],
     starts: dict[str, Start],
-    state: Tree,
+    flat: FlatModel,
     *batch: Any,
-    graph: Any,
     formats: tuple[tuple[str, WeightFormat], ...],
     loss: Callable[..., Array],
 ) -> Array:
-    changed = nnx.merge(graph, state)
+    changed = flat.module()
     for path, format in formats:
         parent, name = path.rsplit(".", 1)
         weight = _weight(places[path], starts[path], format)
@@ -188,12 +187,10 @@ def _loss(
 
 
 # Layers that are alike share what is compiled.
-_measure = jax.jit(_loss, static_argnames=("graph", "formats", "loss"))
+_measure = jax.jit(_loss, static_argnames=("formats", "loss"))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "formats", "loss"), donate_argnames=("progress",)
-)
+@functools.partial(jax.jit, static_argnames=("formats", "loss"), donate_argnames=("progress",))
 def _descend(
     progress: Tree, number: Array, rates: Float[Array, "2"], *inputs: Any, **fixed: Any
 ) -> tuple[tuple[Tree, Tree, Tree], Array]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .checkpoint.index import INDEX, read_index
+from .checkpoint.native import RECORD, TOKENIZER_FILES
 from .checkpoint.problems import listed, show
 from .errors import CheckpointError
 
@@ -23,12 +24,7 @@ SIDE_FILES = (
     "config.json",
     "generation_config.json",
     INDEX,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
+    *TOKENIZER_FILES,
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
@@ -36,7 +32,7 @@ SIDE_FILES = (
     "quantize_config.json",
     "quantization_config.json",
     "quant_config.json",
-    "conversion.json",
+    RECORD,
     "LICENSE",
 )
 _CONFIG, _SINGLE = "config.json", "model.safetensors"

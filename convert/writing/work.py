@@ -18,7 +18,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ from qwen_jax.errors import CheckpointError
 from .checksums import fault_of_shard
 from .destination import Destination, gigabytes
 from .disk import create, free_bytes, sync, sync_tree, write_all
-from .journal import JOURNAL, FinishedShard, Journal, being_written, open_journal
-from .shard import Shard, plan_digest
+from .journal import JOURNAL, FinishedShard, Journal
+from .shard import Shard
 
-_WRITING = ".writing"
-_FINISH = "finish"
+WRITING = ".writing"
+FINISH = "finish"
 _CONFIG = "config.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -45,7 +45,7 @@ Finish = Callable[[Path, Mapping[str, str], Mapping[str, Any]], None]
 
 
 class WorkFolder:
-    """The work folder of one conversion, held by this process. Make one with `open_work`.
+    """The work folder of one conversion, held by this process. Make one with `hold.open_work`.
 
     Attributes:
         planned: all shards.
@@ -110,7 +110,7 @@ class WorkFolder:
                 )
             self.notes.append(f"{shard.name} {fault}, although it was finished; written again")
             del self._journal.record.finished[shard.name]
-            _remove(self._path / shard.name)
+            remove(self._path / shard.name)
         return tuple(shard.name for shard in self.planned if shard.name in self.finished)
 
     def create(self, shard: Shard) -> FileIO:
@@ -131,10 +131,10 @@ class WorkFolder:
         finish: Finish,
     ) -> None:
         """Adds side files and index, and gives the folder its name."""
-        staged = self._path / _FINISH
+        staged = self._path / FINISH
         staged.mkdir()
         finish(staged, self.checksums(), self.remarks())
-        clashes = {INDEX, JOURNAL, _FINISH, *(shard.name for shard in self.planned)}
+        clashes = {INDEX, JOURNAL, FINISH, *(shard.name for shard in self.planned)}
         if found := sorted(clashes.intersection(os.listdir(staged))):
             raise RuntimeError(f"internal error: side files may not be called {listed(found)}")
         with create(staged / INDEX) as stream:
@@ -157,12 +157,12 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Removes what an earlier run left, but for finished shards."""
-        ours = {_FINISH, *self._journal.record.published}
+        ours = {FINISH, *self._journal.record.published}
         ours.update(self._writing(shard).name for shard in self.planned)
         ours.update(shard.name for shard in self.missing())
         # The configuration first, as it came last.
         for name in sorted(ours.intersection(os.listdir(self._path)), key=_is_not_config):
-            _remove(self._path / name)
+            remove(self._path / name)
 
     def abandon(self, *, keep: bool) -> None:
         """Leaves nothing but what can be continued: journal and finished shards, if any.
@@ -174,10 +174,10 @@ class WorkFolder:
             return
         with contextlib.suppress(OSError):
             for name in () if keep else self.finished:
-                _remove(self._path / name)
+                remove(self._path / name)
             self.clear()
             if not (keep and self.finished):
-                _remove(self._path / JOURNAL)
+                remove(self._path / JOURNAL)
                 self._path.rmdir()
 
     def failure(self, error: OSError, *, keep: bool) -> CheckpointError:
@@ -203,7 +203,7 @@ class WorkFolder:
         )
 
     def _writing(self, shard: Shard) -> Path:
-        return self._path / (shard.name + _WRITING)
+        return self._path / (shard.name + WRITING)
 
     def _index(self, metadata: Mapping[str, Any]) -> bytes:
         placed = {tensor.key: shard.name for shard in self.planned for tensor in shard.tensors}
@@ -215,92 +215,11 @@ class WorkFolder:
         return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-@contextlib.contextmanager
-def open_work(
-    place: Destination, planned: Sequence[Shard], fingerprint: Mapping[str, Any], *, keep: bool
-) -> Iterator[WorkFolder]:
-    """Takes hold of a work folder for as long as the block lasts; makes it if there is none.
-
-    When the block fails, finished shards and the journal stay if `keep` says so; without any,
-    nothing does.
-
-    Raises:
-        CheckpointError: another process has it, it was begun by another run, it holds
-            files that no conversion wrote, or the disk fails, here or in the block.
-    """
-    made: list[Path] = []
-    try:
-        if not (place.begun or place.complete):
-            _make_folders(place, made)
-        with contextlib.closing(_take_journal(place, planned, fingerprint)) as journal:
-            work = WorkFolder(place, planned, journal)
-            try:
-                if place.begun:
-                    work.clear()
-                yield work
-            except BaseException as error:
-                work.abandon(keep=keep)
-                if isinstance(error, OSError):
-                    raise work.failure(error, keep=keep) from error
-                raise
-    except BaseException as error:
-        for path in reversed(made):
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{place.work} cannot be made: {error}") from error
-        raise
-
-
-def _make_folders(place: Destination, made: list[Path]) -> None:
-    """Makes the work folder and the parents that it lacks; adds to `made` what it makes."""
-    lacking = [path for path in place.work.parents if not path.exists()]
-    try:
-        for path in (*reversed(lacking), place.work):
-            path.mkdir(exist_ok=path != place.work)
-            made.append(path)
-            sync(path.parent)
-    except FileExistsError as error:
-        raise being_written(place.work) from error
-
-
-def _take_journal(
-    place: Destination, planned: Sequence[Shard], fingerprint: Mapping[str, Any]
-) -> Journal:
-    """Opens and locks the journal of a folder in which nothing is but a conversion's files."""
-    folder = place.path if place.complete else place.work
-    new = not os.path.lexists(folder / JOURNAL)
-    if new:
-        _refuse_strays(folder, planned, ())
-    try:
-        journal = open_journal(folder, fingerprint, plan_digest(planned))
-    except OSError:
-        if new:
-            _remove(folder / JOURNAL)
-        raise
-    try:
-        _refuse_strays(folder, planned, journal.record.published)
-    except BaseException:
-        journal.close()
-        raise
-    return journal
-
-
-def _refuse_strays(folder: Path, planned: Sequence[Shard], published: Sequence[str]) -> None:
-    known = {JOURNAL, _FINISH, *published, *(shard.name for shard in planned)}
-    known.update(shard.name + _WRITING for shard in planned)
-    if strays := sorted(set(os.listdir(folder)) - known):
-        raise CheckpointError(
-            f"{folder} holds what this run did not write: {listed(strays)}. Move that "
-            "elsewhere, or delete the whole folder to start anew"
-        )
-
-
 def _is_not_config(name: str) -> bool:
     return name != _CONFIG
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Removes a file, a link, or a folder with everything in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -19,9 +19,10 @@ from typing import Any
 
 from .destination import check_destination, check_room
 from .disk import Syncer, write_all
+from .hold import open_work
 from .prefetch import pieces, prefetch
 from .shard import OutputTensor, Shard, lay_out, tensor_bytes
-from .work import Finish, WorkFolder, open_work
+from .work import Finish, WorkFolder
 
 Progress = Callable[[int], None]
 

@@ -24,8 +24,19 @@ from .problems import listed, show
 FORMAT_VERSION = 1
 VERSION_KEY = "qwen_jax_format_version"
 RECORD = "conversion.json"
+# Of a folder in codes, these have checksums too. Chat templates may be changed at will.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
 
 _VERSION = "format_version"
+# Fields that records of floating-point folders do without.
+_OF_CODES: Mapping[str, Any] = {"recipe": "", "files": {}}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 # Readers of other projects look for "format".
@@ -61,6 +72,9 @@ class Record:
         added_tokens: number of tokens that were added to the vocabulary.
         checksums: SHA-256 of each tensor's bytes, as hexadecimal digits, by key.
         recipe: name of the recipe by which matrices were put in codes; empty if none was.
+        files: SHA-256 of what `load` reads of a folder in codes beside its tensors, as
+            `checksums.file_checksums` names it; empty for other folders, and those of versions that
+            recorded none.
     """
 
     layout: Layout
@@ -70,12 +84,14 @@ class Record:
     added_tokens: int = 0
     checksums: Mapping[str, str] = field(default_factory=dict)
     recipe: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Writes the record into a folder."""
         content = {_VERSION: FORMAT_VERSION, **dataclasses.asdict(self)}
-        if not self.recipe:  # records of floating-point folders have never had it
-            del content["recipe"]
+        for name in _OF_CODES:
+            if not content[name]:
+                del content[name]
         (folder / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -107,7 +123,8 @@ def _checked(content: Any) -> Record:
     version = content.get(_VERSION)
     refuse_other_version(version if type(version) is int else json.dumps(version))
     names = [field.name for field in dataclasses.fields(Record)]
-    content.setdefault("recipe", "")
+    for name, none in _OF_CODES.items():
+        content.setdefault(name, none)
     faults = [f"unknown field {show(name)}" for name in content if name not in (*names, _VERSION)]
     for name in names:
         fits, expected = _FIELDS[name]
@@ -149,6 +166,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
+def _are_files(value: Any) -> bool:
+    return _are_digests(value) and all(Path(name).name == name for name in value)
+
+
 def _are_digests(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in value.values()
@@ -163,4 +184,5 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "added_tokens": (_is_count, "a count"),
     "checksums": (_are_digests, "SHA-256 digests by key"),
     "recipe": (_is_text, "a name"),
+    "files": (_are_files, "SHA-256 digests by name of a file"),
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ..errors import CheckpointError
 from ..quant.scheme import Scheme, TensorScheme
+from .counts import EXPERT_NUMBER, numbers_beyond, refuse_sizes
 from .formats import read_scheme
 from .head import decide_head
 from .keys import HEAD, MTP, HeadPrefix, Prefix, parse_key, speller
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
     from ..config import QwenConfig
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
-
-_ALWAYS_LISTED = 1000  # layers or experts
-
-_EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
-_LAYER_NUMBER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 
 class Source(NamedTuple):
@@ -140,7 +134,7 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
         used |= coded
     unused = [key for key in found.values() if key not in used]
     problems.add("unused", *map(show, unused))
-    problems.add("numbers beyond the configuration", *_numbers_beyond(unused, config))
+    problems.add("numbers beyond the configuration", *numbers_beyond(unused, config))
     problems.raise_if_any(
         f"{folder.path} does not fit its configuration "
         f"({config.model_type}, {config.num_hidden_layers} layers)",
@@ -158,26 +152,6 @@ def plan_load(folder: TensorFolder, config: QwenConfig, *, mtp: bool = False) ->
         scheme,
         (*folder.notes, *notes),
     )
-
-
-def refuse_sizes(folder: TensorFolder, config: QwenConfig) -> None:
-    """Raises before millions of tensors that cannot be there are listed one by one.
-
-    Raises:
-        CheckpointError: the configuration has more layers, or experts that are stored one by one,
-            than the folder has tensors.
-    """
-    keys = folder.tensors
-    counts = {"num_hidden_layers": config.num_hidden_layers}
-    counts["mtp_num_hidden_layers"] = config.mtp_num_hidden_layers
-    if any(_EXPERT_NUMBER.search(key) for key in keys):
-        counts["num_experts"] = config.num_experts
-    for name, count in counts.items():
-        if count > max(len(keys), _ALWAYS_LISTED):
-            raise CheckpointError(
-                f"{folder.path}: {name} is {count} in the configuration, but the folder has only "
-                f"{len(keys)} tensors; check that config.json and the weights are of one release"
-            )
 
 
 def _any_mtp(found: Mapping[str, str]) -> bool:
@@ -224,7 +198,7 @@ def _decide_forms(
     config: QwenConfig, mtp_layers: int, found: Mapping[str, str], problems: Problems
 ) -> tuple[set[tuple[str, Form]], set[str]]:
     """Returns the forms used under each place, and keys of tensors that are there in two forms."""
-    stems = {_EXPERT_NUMBER.sub("{e}", path): key for path, key in found.items()}
+    stems = {EXPERT_NUMBER.sub("{e}", path): key for path, key in found.items()}
     forms, contested = set(), set()
     places = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
     for place in (*places, *(f"{MTP}layers.{layer}." for layer in range(mtp_layers))):
@@ -263,20 +237,6 @@ def _remark(tensor: StoredTensor) -> str:
     other = [part.key for form in FORMS if within in form.paths for part in form.parts]
     names_itself = tensor.key.endswith(path)
     return f" (or {' and '.join(other)})" if other and names_itself else ""
-
-
-def _numbers_beyond(unused: list[str], config: QwenConfig) -> list[str]:
-    """Says where unused keys count more layers or experts than the configuration."""
-    limits = (
-        ("layers", _LAYER_NUMBER, config.num_hidden_layers),
-        ("experts", _EXPERT_NUMBER, config.num_experts),
-    )
-    remarks = []
-    for what, pattern, limit in limits:
-        numbers = [int(match[0][:9]) for key in unused if (match := pattern.search(key))]
-        if numbers and max(numbers) >= limit:
-            remarks.append(f"{what} up to number {max(numbers)}; the configuration has {limit}")
-    return remarks
 
 
 def _sources(

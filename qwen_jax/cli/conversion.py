@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.checksums import refuse_changed_files
+from ..checkpoint.formats import declares_codes
 from ..checkpoint.native import RECORD, read_record
 from ..checkpoint.problems import listed, show
 from ..errors import CheckpointError, RequestError
@@ -282,5 +284,8 @@ def verify_native(folder: Path, notes: Notes) -> dict[str, Any]:
             f"{folder} has no {RECORD}, so it was not written by convert and has no checksums to "
             "verify; give a destination to convert it"
         )
+    refuse_changed_files(folder, record)
+    if declares_codes(folder) and not record.files:
+        notes("recipe and tokenizer are not compared: an older version recorded nothing of them")
     verified(folder, record.checksums, notes)
     return {"folder": str(folder), "tensors": len(record.checksums), "verified": True}

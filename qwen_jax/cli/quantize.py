@@ -98,7 +98,7 @@ def quantize(
     else:
         folder = find_source(source, revision, notes)
     from convert.quantization.calibration import prepare_calibration
-    from convert.quantize import plan_quantization
+    from convert.quantization_plan import plan_quantization
     from convert.quantize import quantize as write
 
     from ..config import QwenConfig

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from flax import nnx
 from jaxtyping import Array
 
 from ..pytree import pytree
@@ -31,10 +32,10 @@ class _Structure:
 
 @pytree
 class FlatModel:
-    """The arrays of a model, and how to put them together again.
+    """The arrays of a model or a part of one, and how to put them together again.
 
     Attributes:
-        leaves: the arrays, in the order of `jax.tree.leaves(model)`.
+        leaves: the arrays, in the order of `jax.tree.leaves(module)`.
         structure: static.
     """
 
@@ -42,14 +43,18 @@ class FlatModel:
     structure: _Structure = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, model: CausalLM) -> "FlatModel":
+    def of(cls, module: nnx.Module) -> "FlatModel":
         """The same arrays; nothing is copied."""
-        leaves, tree = jax.tree.flatten(model)
+        leaves, tree = jax.tree.flatten(module)
         return cls(leaves, _Structure(tree))
+
+    def module(self) -> Any:
+        """The module tree; call it under jit."""
+        return jax.tree.unflatten(self.structure.tree, self.leaves)
 
 
 def whole(model: "CausalLM | FlatModel") -> CausalLM:
     """The module tree; call it under jit."""
     if isinstance(model, FlatModel):
-        return jax.tree.unflatten(model.structure.tree, model.leaves)
+        return model.module()
     return model

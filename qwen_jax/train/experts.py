@@ -8,6 +8,7 @@ spare a GPU many small steps, and split over a mesh of devices as they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ..config import QwenConfig
 from ..errors import RequestError
 from ..model import CausalLM, Routing
+from ..model.decoder import DecoderLayer
 from ..model.moe import Experts, SparseMoE
 from ..quant import QTensor
 
@@ -80,23 +83,25 @@ def sparse_feeds(model: CausalLM, wanted: str) -> list[Any]:
     Raises:
         RequestError: there are none; `wanted` says what needs them.
     """
-    if not (found := _sparse(model)):
+    if not (found := _sparse(model.layers)):
         raise RequestError(f"no MoE layers: {wanted} is for models with experts")
     return found
 
 
-def make_dense(model: CausalLM) -> None:
-    """Puts `DenseExperts` where a layer's experts are arrays, and few enough for it to pay."""
-    for moe in _sparse(model):
-        if type(moe.experts) is not Experts or _in_codes(moe.experts):
-            continue
-        slots = model.config.num_experts_per_tok
-        if moe.experts.gate_up_proj.shape[0] <= MOST_EXPERTS_A_SLOT * slots:
+def make_dense(layers: Iterable[DecoderLayer], config: QwenConfig) -> None:
+    """Puts `DenseExperts` where a layer's experts are arrays, and `pays_dense`."""
+    for moe in _sparse(layers):
+        if type(moe.experts) is Experts and not _in_codes(moe.experts) and pays_dense(config):
             moe.experts = DenseExperts(moe.experts)
 
 
-def _sparse(model: CausalLM) -> list[Any]:
-    return [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMoE)]
+def pays_dense(config: QwenConfig) -> bool:
+    """Whether a token uses so many of the experts that all of them may as well be computed."""
+    return 0 < config.num_experts <= MOST_EXPERTS_A_SLOT * config.num_experts_per_tok
+
+
+def _sparse(layers: Iterable[DecoderLayer]) -> list[Any]:
+    return [layer.mlp for layer in layers if isinstance(layer.mlp, SparseMoE)]
 
 
 def _in_codes(experts: Experts) -> bool:

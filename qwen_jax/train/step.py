@@ -160,7 +160,7 @@ class Trainer:
 
     def _held_out(self, trained: Parameters, fixed: Parameters, batch: Batch) -> Array:
         model = self.model(trained, fixed)
-        make_dense(model)
+        make_dense(model.layers, model.config)
         objective = NextTokens()
         total, _ = objective.loss(model, batch, jnp.float32(1), 1.0)
         return jnp.stack([total, objective.size(batch)])
@@ -168,7 +168,7 @@ class Trainer:
     def _prepared(self, trained: Parameters, fixed: Parameters, key: Array) -> CausalLM:
         """The model as a training step computes it."""
         model, training = self.model(trained, fixed), self.training
-        make_dense(model)
+        make_dense(model.layers, model.config)
         if training.expert_dropout:
             drop_experts(model, key, training.expert_dropout)
         if training.gradient_routing is not None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,13 @@ import pytest
 from convert import model_fit
 from convert.methods import Codes
 from convert.tuning import Start
+from pallas_kernels.dispatch import recording
+from qwen_jax.config import QwenConfig
+from qwen_jax.model import CausalLM, FlatModel
 from qwen_jax.quant import WeightFormat
+from tests.convert.quantization import models
+
+LAYERS = ["full_attention", "full_attention"]
 
 
 def test_every_window_is_seen_and_none_that_is_held_out():
@@ -49,3 +56,21 @@ def test_what_codes_miss_and_what_they_clip(asymmetric):
     format = WeightFormat(3, 32, symmetric=not asymmetric)
     found = model_fit.judged(jnp.asarray(weight), start, format)
     np.testing.assert_allclose(found, [missed, clipped], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("used", "sorted_by_expert"), [(2, 0), (1, 4)])
+def test_all_experts_are_computed_where_a_token_uses_many_of_them(used, sorted_by_expert):
+    """Sorted tokens are a loop over tiles, thousands of launches a step; both models have two."""
+    config = QwenConfig.from_hf(
+        models.SIZES
+        | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 2, "layer_types": LAYERS}
+        | {"num_experts": 12, "num_experts_per_tok": used, "rope_theta": 1e4}
+    )
+    model = CausalLM(config)
+    tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    with recording() as calls:
+        jax.eval_shape(
+            lambda one, other, tokens: model_fit.divergence(one.module(), other, tokens),
+            *(FlatModel.of(model), FlatModel.of(model), tokens),
+        )
+    assert [call.operation for call in calls].count("expert_dispatch") == sorted_by_expert

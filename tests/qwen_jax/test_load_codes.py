@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 
 import qwen_jax
+from qwen_jax.checkpoint.checksums import QUANTIZATION
 from qwen_jax.checkpoint.formats import quantisation, read_scheme
 from qwen_jax.checkpoint.parameters import abstract_parameters, load_parameters
 from qwen_jax.checkpoint.plan import plan_load
@@ -197,6 +199,70 @@ def test_a_folder_without_checksums_is_refused(folder):
     assert f"no checksum of {UP}.codes" in refusal(folder)
     (folder / "conversion.json").unlink()
     assert "has no conversion.json" in refusal(folder)
+
+
+@pytest.fixture
+def recorded(folder) -> Path:
+    """With a tokenizer, and checksums of all that is beside the tensors."""
+    words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    options = ("add_prefix_space", "trim_offsets", "use_regex")
+    byte_level = {"type": "ByteLevel", **dict.fromkeys(options, True)}
+    content = {
+        "tokenizer.json": json.dumps({"version": "1.0", "model": words, "decoder": byte_level}),
+        "tokenizer_config.json": json.dumps({"eos_token": "b"}),
+    }
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    scheme = json.loads((folder / "config.json").read_text())["quantization_config"]
+    content[QUANTIZATION] = json.dumps(scheme, sort_keys=True)
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in content.items()}
+    edit(folder / "conversion.json", lambda record: record.update(files=digests))
+    return folder
+
+
+def edit(file: Path, change) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change"),
+    [
+        ("tokenizer.json", "tokenizer.json", lambda c: c["model"]["vocab"].update(a=1, b=0)),
+        ("tokenizer_config.json", "tokenizer_config.json", lambda c: c.update(eos_token="a")),
+        (QUANTIZATION, "config.json", lambda c: c["quantization_config"].update(recipe="other")),
+    ],
+)
+def test_other_files_than_were_written_are_refused_or_accepted_by_name(
+    recorded, name, file, change
+):
+    qwen_jax.load(recorded)
+    edit(recorded / file, change)
+    text = refusal(recorded)
+    assert f"written there: {name};" in text
+    edit(recorded / "conversion.json", lambda record: record["files"].pop(name))
+    qwen_jax.load(recorded)
+
+
+def test_a_tokenizer_that_is_gone_is_refused(recorded):
+    (recorded / "tokenizer.json").unlink()
+    assert "written there: tokenizer.json;" in refusal(recorded)
+
+
+def test_what_may_change_beside_the_tensors(recorded):
+    (recorded / "chat_template.jinja").write_text("other")
+    config = json.loads((recorded / "config.json").read_text())
+    config["quantization_config"] = dict(reversed(config["quantization_config"].items()))
+    (recorded / "config.json").write_text(json.dumps(config | {"_name_or_path": "x"}, indent=4))
+    qwen_jax.load(recorded)
+
+
+@pytest.mark.parametrize("files", [{"../config.json": "0" * 64}, {"a": "0"}, []])
+def test_a_record_of_odd_files_is_damaged(recorded, files):
+    edit(recorded / "conversion.json", lambda record: record.update(files=files))
+    assert "the record is damaged: files is" in refusal(recorded)
 
 
 def test_targets_must_be_in_codes_as_the_folder_is(folder):

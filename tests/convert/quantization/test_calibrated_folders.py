@@ -17,7 +17,8 @@ import pytest
 from convert.calibrate import at
 from convert.quantization.calibration import Calibration, prepare_calibration
 from convert.quantization.recipe_file import read_recipe
-from convert.quantize import QuantizationPlan, plan_quantization, quantize
+from convert.quantization_plan import QuantizationPlan, plan_quantization
+from convert.quantize import quantize
 from convert.teacher import fold_teacher
 from convert.writing.journal import read_journal
 from qwen_jax import load

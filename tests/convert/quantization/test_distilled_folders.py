@@ -21,7 +21,8 @@ from convert.distill import Distilled, distill
 from convert.distillation_plan import DistillationPlan, plan_distillation
 from convert.quantization.calibration import prepare_calibration
 from convert.quantization.recipe_file import read_recipe
-from convert.quantize import plan_quantization, quantize
+from convert.quantization_plan import plan_quantization
+from convert.quantize import quantize
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import CheckpointError, MemoryLimitError, RequestError
 from tests.convert import sources

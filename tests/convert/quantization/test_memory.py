@@ -1,7 +1,10 @@
-"""How much is in memory at a time: of codes no more than a layer's, of hidden states one pair."""
+"""How much is in memory at a time: of codes no more than a layer's, of all else no more either."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -13,9 +16,13 @@ from convert.quantization import calibrated, rounding
 from convert.quantization.calibration import prepare_calibration
 from convert.quantization.recipe_file import read_recipe
 from convert.quantization.tensors import part_of
-from convert.quantize import plan_quantization, quantize
+from convert.quantization_plan import plan_quantization
+from convert.quantize import quantize
 from qwen_jax.config import QwenConfig
 from tests.convert.quantization import models
+from tests.convert.quantization.peaks import LAYER_BYTES, LAYERS
+
+ROOT = Path(__file__).parents[3]
 
 
 class Watch:
@@ -70,3 +77,14 @@ def test_codes_of_a_layer_are_gone_when_the_next_is_made(tmp_path, monkeypatch, 
         # What was made just before may still be on its way to the disk.
         far = order.index(now) - order.index(part)
         assert watch.alive[now, part] == 0 or far in (0, 1), (now, part)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells of peaks")
+def test_peak_memory_is_that_of_few_layers(tmp_path):
+    """The writer has 4 pieces of 16 MB in its queue; the rest is what pages and allocator keep."""
+    program = [sys.executable, "-m", "tests.convert.quantization.peaks", str(tmp_path)]
+    run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    peaks = json.loads(run.stdout)
+    assert peaks.keys() == {"quantize", "load"}
+    assert max(peaks.values()) < 6 * LAYER_BYTES < LAYERS * LAYER_BYTES / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from convert.writing import verify_folder
 from qwen_jax import load
+from qwen_jax.checkpoint.checksums import QUANTIZATION
 from qwen_jax.checkpoint.mapping import Layout
 from qwen_jax.checkpoint.native import read_record
 from qwen_jax.quant import QTensor
@@ -91,8 +93,13 @@ def test_a_whole_folder(shell):
 
 def test_a_model_is_loaded_from_it(shell):
     """The arrays of a loaded model are the numbers of the files, none of them a copy in floats."""
-    codes = quantised(shell, source(shell.place / "source", mtp=1))
-    found = read(codes)
+    folder = source(shell.place / "source", mtp=1)
+    (folder / "merges.txt").write_text("a b")
+    codes = quantised(shell, folder)
+    found, record = read(codes), read_record(codes)
+    assert record is not None
+    assert record.files["merges.txt"] == hashlib.sha256(b"a b").hexdigest()
+    assert record.files.keys() == {"merges.txt", QUANTIZATION}
     model, _ = load(codes, bits=3)
     for path, key, inputs, group in (
         ("mlp.experts.down_proj", "model.layers.0.mlp.experts.down_proj", 32, 32),
@@ -260,5 +267,22 @@ def test_plain_weights_made_of_codes_name_no_recipe(shell):
     codes = quantised(shell, source(shell.place / "source"))
     record = read_record(shell.convert(codes))
     assert record is not None
-    assert record.recipe == ""
+    assert (record.recipe, record.files) == ("", {})
     assert sum(record.formats.values()) == len(fields_of(codes)["quantization_config"]["tensors"])
+
+
+def test_verification_looks_at_the_files_beside_the_tensors(shell):
+    codes = quantised(shell, source(shell.place / "source"))
+    assert shell.run("convert", codes, "--verify").code == 0
+    config = json.loads((codes / "config.json").read_text())
+    config["quantization_config"]["recipe"] = "q3"
+    (codes / "config.json").write_text(json.dumps(config))
+    outcome = shell.run("convert", codes, "--verify")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "written there: quantization_config of config.json" in outcome.err
+    record = json.loads((codes / "conversion.json").read_text())
+    del record["files"]
+    (codes / "conversion.json").write_text(json.dumps(record))
+    outcome = shell.run("convert", codes, "--verify")
+    assert outcome.code == 0
+    assert "an older version recorded nothing of them" in outcome.err

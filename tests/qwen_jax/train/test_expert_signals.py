@@ -193,7 +193,7 @@ def test_what_cannot_be_wrapped(skeleton, parameters):
     moe.gate = DroppingRouter(moe.gate, jnp.ones(6, bool))
     with pytest.raises(RequestError, match="released router, not a DroppingRouter"):
         drop_experts(model, jax.random.key(0), 0.1)
-    make_dense(model)
+    make_dense(model.layers, model.config)
     let_listen(model, GradientRouting())
     with pytest.raises(RequestError, match="experts are a ListeningExperts"):
         let_listen(model, GradientRouting())

@@ -58,7 +58,7 @@ def test_gradients_are_those_of_finite_differences(hybrid, tiny, batch):
 
         def at(parameters):
             model = frame.filled(parameters)
-            make_dense(model)
+            make_dense(model.layers, model.config)
             recompute_layers(model)
             return NextTokens().loss(model, batch, jnp.float32(26), 1.0)[0]
 
