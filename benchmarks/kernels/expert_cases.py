@@ -50,7 +50,7 @@ def arguments(spec: Spec, seed: int = 0) -> Arrays:
         shared = SharedExpert(**{name: drawn(getattr(shared, name), sizes[name]) for name in parts})
     strengths = jax.nn.softmax(jax.random.normal(next(keys), weights.shape, weights.dtype))
     return (
-        drawn(x, 1.0),
+        drawn(x, 1.0).astype(jnp.bfloat16).astype(x.dtype),
         jnp.zeros(ids.shape, ids.dtype),
         strengths,
         drawn(up, scales["up"]),

@@ -3,14 +3,13 @@
     python benchmarks/kernels/expert_dispatch.py [--only PART_OF_A_NAME] [--sweep] [--output FILE]
 
 Each case of `specs.SPECS` of up to 64 tokens is compared with float64 and the exact numbers that
-codes stand for: the first launch, the second given what the first made, and the whole. Its only
-rounding is that of what lies between, to bfloat16. It must give the same bits when run again. Then
-it is timed, whole and launch by launch; cases in bfloat16 beside XLA's way. The experts of
-consecutive calls are others of one stack, and the shared expert is one of sixteen, so that more
-than 200 MB lie between two readings of the same. "of copy" is the share of the bandwidth of a 4 GiB
-copy that the bytes of a call make, those of different experts. With `--sweep`, other ways to cut
-the work are timed too, of fewer cases. Without `--output`, the JSON goes into the folder that $OUT
-names, if it names one. Exits with 1 if a case is wrong.
+codes stand for. Its only rounding is that of what lies between, to bfloat16; tokens are numbers
+that bfloat16 has. It must give the same bits when run again. Then it is timed; cases in bfloat16
+beside XLA's way. The experts of consecutive calls are others of one stack, and the shared expert is
+one of sixteen, so that more than 200 MB lie between two readings of the same. "of copy" is the
+share of the bandwidth of a 4 GiB copy that the bytes of a call make, those of different experts.
+With `--sweep`, other ways to cut the work are timed too, of fewer cases. Without `--output`, the
+JSON goes into the folder that $OUT names, if it names one. Exits with 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from benchmarks.kernels.expert_cases import (
 )
 from benchmarks.kernels.results import Results
 from benchmarks.kernels.timing import Chain
-from pallas_kernels.expert_dispatch import api, down, gate_up, triton
-from pallas_kernels.expert_dispatch.config import FEW_TOKENS, Cut, FewTokens
+from pallas_kernels.expert_dispatch import api, triton
+from pallas_kernels.expert_dispatch.config import FEW_TOKENS, Config, others
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 
 SECONDS = 150
@@ -48,19 +47,8 @@ CALLS, XLA_CALLS = 64, 8
 SHARED_EXPERTS = 16
 THREADS = 8
 CHECKED_TOKENS = 8
-# Of a launch, before rounding to bfloat16; of the whole, which sums what was rounded.
-BAR, WHOLE_BAR = 1e-3, 3e-3
+BAR = 3e-3
 SWEPT = ("1 token", "8 tokens", "32 tokens", "1 token, bf16")
-GATE_UP = [
-    *(Cut(outputs, 64, 2) for outputs in (2, 4, 8)),
-    Cut(4, 32, 1),
-    Cut(8, 64, 4),
-]
-DOWN = [
-    *(Cut(outputs, 128, 4) for outputs in (2, 4, 8, 16)),
-    Cut(8, 64, 2),
-    Cut(8, 128, 8),
-]
 
 
 def check(spec: Spec, given: Arrays, ids: jax.Array) -> dict[str, Any]:
@@ -69,22 +57,11 @@ def check(spec: Spec, given: Arrays, ids: jax.Array) -> dict[str, Any]:
     run = functools.partial(api.OPERATION, implementation="triton", **spec.settings())
     y, again = run(*arrays), run(*arrays)
     rows = jnp.arange(0, spec.tokens, max(1, spec.tokens // CHECKED_TOKENS))
-    x, ids, weights, up, below, shared = some = *(each[rows] for each in arrays[:3]), *arrays[3:]
-    config, inner = triton.chosen(x, ids, up, below), spec.settings()["inner_dtype"]
-    made = gate_up.gated(x, ids, up, shared, inner, config)
-    total = down.summed(made, ids, weights, below, shared, None, jnp.dtype("float32"), config.down)
-    rounding = 2.0**-9 if inner == jnp.bfloat16 else 0.0
+    some = *(each[rows] for each in arrays[:3]), *arrays[3:]
     with jax.enable_x64(True):
-        wanted = formula_of_gated(some)
-        errors = {
-            "gate_up_error": max(map(error_of, made, wanted)),
-            "down_error": error_of(total, formula_of_down(made, some)),
-            "error": error_of(y[rows], formula_of_down(wanted, some)),
-        }
-    row: dict[str, Any] = errors | {"bar": WHOLE_BAR, "repeats": bool(jnp.array_equal(y, again))}
-    bars = {"gate_up_error": rounding + BAR, "down_error": BAR, "error": WHOLE_BAR}
-    row["right"] = row["repeats"] and all(errors[name] <= bar for name, bar in bars.items())
-    return row
+        error = error_of(y[rows], formula_of_down(formula_of_gated(some), some))
+    repeats = bool(jnp.array_equal(y, again))
+    return {"error": error, "bar": BAR, "repeats": repeats, "right": repeats and error <= BAR}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +72,14 @@ class Calls:
         spec: the case.
         x: tokens.
         inputs: ids, weights, stacks and shared expert of each call.
-        made: by the first launch of one of them.
     """
 
     spec: Spec
     x: jax.Array
     inputs: list[Arrays]
-    made: tuple[jax.Array, ...]
 
     @classmethod
-    def of(cls, spec: Spec, given: Arrays) -> Calls:
+    def in_turn(cls, spec: Spec, given: Arrays) -> Calls:
         """With experts in turn."""
         x, _, weights, up, below, shared = given
         several = [shared]
@@ -118,38 +93,24 @@ class Calls:
             (one, weights, up, below, several[index % len(several)])
             for index, one in enumerate(ids)
         ]
-        config = triton.chosen(x, ids[0], up, below)
-        inner = spec.settings()["inner_dtype"]
-        made = gate_up.gated(x, ids[0], up, inputs[0][4], inner, config)
-        return cls(spec, x, inputs, made)
+        return cls(spec, x, inputs)
 
-    def whole(self, implementation: str, calls: int) -> Chain:
-        """Of an implementation."""
-        run = functools.partial(
-            api.OPERATION, implementation=implementation, **self.spec.settings()
-        )
+    def chain(self, run: Callable[..., jax.Array], calls: int = CALLS) -> Chain:
+        """Of (x, ids, weights, stacks, shared expert) -> result."""
         return Chain.of_equals(lambda x, rest: run(x, *rest), self.x, self.inputs[:calls], calls)
 
-    def first(self, cut: Cut, shared_outputs: int) -> Chain:
-        """The first launch alone."""
-        config = FewTokens(cut, cut, shared_outputs)
+    def of(self, implementation: str, calls: int = CALLS) -> Chain:
+        """Of an implementation."""
+        settings = self.spec.settings()
+        run = functools.partial(api.OPERATION, implementation=implementation, **settings)
+        return self.chain(run, calls)
+
+    @property
+    def config(self) -> Config:
+        """Which the kernels take."""
+        ids, _, up, below, shared = self.inputs[0]
         inner = self.spec.settings()["inner_dtype"]
-
-        def run(x: jax.Array, rest: Arrays) -> jax.Array:
-            ids, _, up, _, shared = rest
-            return gate_up.gated(x, ids, up, shared, inner, config)[0]
-
-        return Chain.of_equals(run, self.x, self.inputs, CALLS)
-
-    def second(self, cut: Cut) -> Chain:
-        """The second launch alone."""
-
-        def run(made: jax.Array, rest: Arrays) -> jax.Array:
-            ids, weights, _, below, shared = rest
-            all_made = (made, *self.made[1:])
-            return down.summed(all_made, ids, weights, below, shared, None, jnp.float32, cut)
-
-        return Chain.of_equals(run, self.made[0], self.inputs, CALLS)
+        return triton.chosen(self.x, ids, up, below, shared, inner)
 
     @property
     def nbytes(self) -> float:
@@ -162,53 +123,41 @@ class Calls:
 
 
 def timed(calls: Calls, copy: float) -> dict[str, Any]:
-    """Times of the whole, of each launch, and of XLA for numbers."""
-    config = triton.chosen(calls.x, calls.inputs[0][0], *calls.inputs[0][2:4])
-    chains = {
-        "seconds": calls.whole("triton", CALLS),
-        "gate_up_seconds": calls.first(config.gate_up, config.shared_outputs),
-        "down_seconds": calls.second(config.down),
-    }
+    """Times, for numbers those of XLA too."""
+    row: dict[str, Any] = {"seconds": calls.of("triton").seconds()}
     if calls.spec.bits >= 16:
-        chains["xla_seconds"] = calls.whole("reference", XLA_CALLS)
-    row: dict[str, Any] = {name: chain.seconds() for name, chain in chains.items()}
-    row["config"] = dataclasses.asdict(config)
+        row["xla_seconds"] = calls.of("reference", XLA_CALLS).seconds()
+    row["config"] = described(calls.config)
     return row | {"of_copy": calls.nbytes / row["seconds"] / copy}
 
 
-def sweep(calls: Calls) -> dict[str, list[dict[str, Any]]]:
-    """Times of other configurations of each launch, the fastest first."""
-    firsts = [
-        (cut, shared) for cut in GATE_UP for shared in sorted({cut.outputs_at_once, cut.outputs})
-    ]
-    jobs: list[tuple[str, dict[str, Any], Callable[[], Chain]]] = [
-        (
-            "gate_up",
-            dataclasses.asdict(cut) | {"shared_outputs": shared},
-            functools.partial(calls.first, cut, shared),
-        )
-        for cut, shared in firsts
-    ]
-    jobs += [
-        ("down", dataclasses.asdict(cut), functools.partial(calls.second, cut)) for cut in DOWN
-    ]
+def described(config: Config) -> dict[str, Any]:
+    """For JSON."""
+    return {"kind": type(config).__name__, **dataclasses.asdict(config)}
 
-    def compiled(job: tuple[str, dict[str, Any], Callable[[], Chain]]) -> Chain | str:
+
+def sweep(calls: Calls) -> list[dict[str, Any]]:
+    """Times of other configurations, the fastest first."""
+
+    def compiled(config: Config) -> Chain | str:
+        settings = calls.spec.settings()
+        run = functools.partial(triton.expert_dispatch, config=config, **settings)
         try:
-            return job[2]()
+            return calls.chain(run)
         except Exception as reason:
             # Such as one that wants more shared memory than there is.
             return str(reason).splitlines()[0]
 
+    tried = others(calls.config)
     with ThreadPoolExecutor(THREADS) as pool:
-        chains = list(pool.map(compiled, jobs))
-    found: dict[str, list[dict[str, Any]]] = {"gate_up": [], "down": []}
-    for (launch, cut, _), chain in zip(jobs, chains, strict=True):
+        chains = list(pool.map(compiled, tried))
+    found = []
+    for config, chain in zip(tried, chains, strict=True):
         if isinstance(chain, str):
-            print(f"    {launch} {cut}: {chain}", flush=True)
+            print(f"    {config}: {chain}", flush=True)
         else:
-            found[launch].append({**cut, "seconds": chain.seconds()})
-    return {name: sorted(rows, key=lambda row: row["seconds"]) for name, rows in found.items()}
+            found.append({"config": described(config), "seconds": chain.seconds()})
+    return sorted(found, key=lambda row: row["seconds"])
 
 
 def main() -> int:
@@ -220,7 +169,7 @@ def main() -> int:
         spec = SPECS[name]
         given = arguments(spec)
         row = check(spec, given, routings(spec, 1)[0])
-        calls = Calls.of(spec, given)
+        calls = Calls.in_turn(spec, given)
         row |= timed(calls, results.copy)
         if results.args.sweep:
             row["sweep"] = sweep(calls)
@@ -229,21 +178,16 @@ def main() -> int:
 
 
 def _print_table(figures: dict[str, dict[str, Any]]) -> None:
-    names = ("error", "us", "gate/up", "down", "of copy", "XLA us")
+    names = ("error", "us", "of copy", "XLA us")
     print(f"\n{'case':30} " + " ".join(f"{name:>8}" for name in names))
     for name, row in figures.items():
-        times = [row[f"{part}seconds"] * 1e6 for part in ("", "gate_up_", "down_")]
-        cells = [f"{name:30} {row['error']:8.1e}", *(f"{time:8.2f}" for time in times)]
+        cells = [f"{name:30} {row['error']:8.1e}", f"{row['seconds'] * 1e6:8.2f}"]
         cells.append(f"{row['of_copy']:8.1%}")
         if "xla_seconds" in row:
             cells.append(f"{row['xla_seconds'] * 1e6:8.1f}")
         print(" ".join(cells) + ("" if row["right"] else "  WRONG"))
-        for launch, others in row.get("sweep", {}).items():
-            for other in others:
-                cut = "  ".join(
-                    f"{key} {value}" for key, value in other.items() if key != "seconds"
-                )
-                print(f"    {launch:8} {other['seconds'] * 1e6:8.2f}  {cut}")
+        for other in row.get("sweep", []):
+            print(f"    {other['seconds'] * 1e6:8.2f} us  {other['config']}")
 
 
 if __name__ == "__main__":

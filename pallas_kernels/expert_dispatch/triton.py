@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._compat import Target, current_target, triton_refusals
+from ..dequant_matmul import tile
 from ..dequant_matmul.qtensor import QTensor
 from ..tuning import decide
 from . import down, gate_up, many_tokens_config, reference
-from .config import FEW_TOKENS, Config, FewTokens, SomeTokens, heuristic, others
+from .config import (
+    FEW_TOKENS,
+    SHARING_TOKENS,
+    Config,
+    FewTokens,
+    SomeTokens,
+    heuristic,
+    joint,
+    others,
+)
 from .many_tokens import many_tokens
 from .many_tokens_config import ManyTokens
-from .matrix import matrix_of
+from .matrix import Coded, matrix_of
 from .shared import SharedExpert
 from .some_tokens import some_tokens
 
@@ -44,7 +56,14 @@ def few_tokens(
     return down.summed(made, ids, weights, down_proj, shared, residual, dtype, config.down)
 
 
-def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
+def chosen(
+    x: Any,
+    ids: Any,
+    gate_up_proj: Any,
+    down_proj: Any,
+    shared: SharedExpert | None,
+    inner_dtype: Any,
+) -> Config:
     """The configuration of a call that brings none."""
     target, (tokens, slots) = current_target(), ids.shape
     experts, width, hidden = down_proj.shape
@@ -54,8 +73,15 @@ def chosen(x: Any, ids: Any, gate_up_proj: Any, down_proj: Any) -> Config:
         config = many_tokens_config.heuristic(target, tokens, slots, experts)
         candidates = functools.partial(many_tokens_config.others, config)
         return decide("expert_dispatch", target, key, config, candidates)
-    units = (matrix_of(weight).units for weight in (gate_up_proj, down_proj))
-    config = heuristic(target.cores, tokens, slots, width, hidden, *units)
+    matrices = [matrix_of(weight) for weight in (gate_up_proj, down_proj)]
+    config = heuristic(target.cores, tokens, slots, width, hidden, *(m.units for m in matrices))
+    own = [] if shared is None else [shared.gate_proj, shared.up_proj, shared.down_proj]
+    if all(isinstance(w, QTensor) for w in own) and jnp.dtype(inner_dtype) == jnp.bfloat16:
+        copies = [tile.copies(m.shape) for m in matrices if isinstance(m, Coded)]
+        if tokens >= SHARING_TOKENS and len(copies) == 2:
+            config = joint(*copies)
+        elif tokens > 1 and isinstance(gate_up_proj, QTensor):
+            config = dataclasses.replace(config, abreast=True)
     return decide("expert_dispatch", target, key, config, functools.partial(others, config))
 
 
@@ -152,7 +178,7 @@ def expert_dispatch(
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`; the kind of `config`, the heuristic's if None, is the kernel."""
     if config is None:
-        config = chosen(x, ids, gate_up_proj, down_proj)
+        config = chosen(x, ids, gate_up_proj, down_proj, shared, inner_dtype)
     dispatch = DISPATCHES[type(config)]
     arrays = x, ids, weights, gate_up_proj, down_proj, shared, residual
     return dispatch(*arrays, inner_dtype, dtype, config)

@@ -27,7 +27,7 @@ TOGETHER = {
     "arrays alone": together(1, ALIKE[1], OTHERS[2]),
 }
 CUT_TOGETHER = {
-    "few rows": (together(2, *ALIKE, inputs=520), FewRows(8, 8, 1)),
+    "few rows": (together(2, *ALIKE, inputs=520), FewRows(8, 8, 1, abreast=True)),
     "some rows, split": (together(19, *ALIKE[:2]), SomeRows(16, 32, 2, blocks=2)),
 }
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._compat import lower_for_cuda
+from pallas_kernels._compat import H200, lower_for_cuda, targeting
 from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.qtensor import QTensor
@@ -249,6 +249,37 @@ def test_lowers_for_cuda(name):
     spec = SPECS[name]
     run = functools.partial(triton.expert_dispatch, **spec.settings())
     assert lower_for_cuda(run, *spec.arguments()).count("xla.gpu.triton") == 2
+
+
+def test_tokens_that_share_experts_lower_for_cuda():
+    """Both products, and their sum."""
+    run = functools.partial(triton.expert_dispatch, **SPECS["32 tokens"].settings())
+    text = lower_for_cuda(run, *SPECS["32 tokens"].arguments())
+    assert text.count("xla.gpu.triton") == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "abreast"),
+    [
+        (Spec(1), FewTokens, False),
+        (Spec(8), FewTokens, True),
+        (Spec(8, shared_bits=16), FewTokens, False),
+        (Spec(12), SomeTokens, None),
+        (Spec(64, down_bits=8, shared_hidden=0), SomeTokens, None),
+        (Spec(64, bits=16), FewTokens, False),
+        (Spec(64, shared_bits=16), FewTokens, False),
+    ],
+)
+def test_which_tokens_share_tiles(spec, kind, abreast):
+    x, ids, _, up, below, shared = spec.arguments()
+    with targeting(H200):
+        config = triton.chosen(x, ids, up, below, shared, jnp.bfloat16)
+    assert type(config) is kind
+    assert getattr(config, "abreast", None) is abreast
+    if kind is SomeTokens:
+        # Tensor cores take eight columns or more.
+        copies = 2 if spec.bits == 3 else 1
+        assert config.gate_up.rows * copies >= 8
 
 
 @pytest.mark.parametrize(
