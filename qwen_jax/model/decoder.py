@@ -181,7 +181,7 @@ class CausalLM(nnx.Module):
         """
         routers = self.routers()
         intervention.check_fits(self.config, routers, rows)
-        intervention.check_routers(routers)
+        intervention.check_routers(self.config, routers)
 
     def routers(self) -> dict[int, Any]:
         """Of the MoE layers, by number."""

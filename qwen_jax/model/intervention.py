@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
-from .routing import Routing, name_of, own_number
+from .routing import RouterContext, Routing, TopKRouter, name_of, own_number
 
 FORCING = 1e9
 """Added to the scores of forced experts for the choice alone; their weights do not see it."""
@@ -131,12 +131,13 @@ class Intervention:
                 f"{rows}"
             )
 
-    def check_routers(self, routers: Mapping[int, Any]) -> None:
-        """Refuse bias and temperature in layers whose router does not read them.
+    def check_routers(self, config: QwenConfig, routers: Mapping[int, Any]) -> None:
+        """Refuse bias and temperature where a router does not read them, and k beyond its slots.
 
         Values that are traced are not seen; there such a layer's output becomes NaN.
 
         Args:
+            config: the model's.
             routers: of the MoE layers, by number.
 
         Raises:
@@ -156,6 +157,34 @@ class Intervention:
                         "router that reads context.intervention itself says so with the attribute "
                         "`intervenes = True`"
                     )
+        if isinstance(self.limit.values, Tracer):
+            return
+        most = np.asarray(self.limit.values).max(axis=1)
+        for layer, k in zip(self.layers, most.tolist(), strict=True):
+            # The released rule gives as many as are asked for.
+            if k == 0 or isinstance(router := routers.get(layer), TopKRouter):
+                continue
+            if k > (slots := self._slots(layer, router, config)):
+                raise RequestError(
+                    f"the intervention gives tokens of layer {layer} {k} experts, but its router "
+                    f"{name_of(router)} has {slots} slots; lower k there, name other `layers`, or "
+                    "make the router with more"
+                )
+
+    def _slots(self, layer: int, router: Any, config: QwenConfig) -> int:
+        """How many experts a layer's router gives a token at most under this; shapes alone."""
+
+        def route(x: Array, mixed: Array, tokens: Array) -> Routing:
+            change = self.at(layer, tokens)
+            return router(x, RouterContext(tokens >= 0, mixed, tokens, tokens, layer, change))
+
+        shape = self.limit.values.shape[1], 1
+        x, mixed = (
+            jax.ShapeDtypeStruct((*shape, config.hidden_size), dtype)
+            for dtype in ("float32", config.dtype)
+        )
+        routing = jax.eval_shape(route, x, mixed, jax.ShapeDtypeStruct(shape, jnp.int32))
+        return routing.ids.shape[-1]
 
 
 @pytree
@@ -193,11 +222,12 @@ class LayerIntervention:
         The weights of tokens with forced experts are for `reweighted` to make.
         """
         bias = self.bias + FORCING * self.forced.astype(jnp.float32)
-        # Bans need no mask of their own.
-        bias = jnp.where(self.banned, -jnp.inf, bias)
+        experts = bias.shape[-1]
         return {
             "slots": max(own, self.slots),
-            "bias": bias.reshape(-1, bias.shape[-1]),
+            "bias": bias.reshape(-1, experts),
+            # A bias of -infinity would make NaN of a logit that is NaN or infinite.
+            "mask": ~self.banned.reshape(-1, experts),
             "limit": self.most(own).reshape(-1),
             "temperature": self.temperature.reshape(-1),
         }
@@ -223,6 +253,13 @@ class LayerIntervention:
     def most(self, own: int) -> Int[Array, "B T"]:
         """How many experts a token takes where a router by itself takes `own`."""
         return jnp.where(self.limit == 0, own, self.limit)
+
+    def within(self, routing: Routing) -> Routing:
+        """The routing, with NaN as weights of tokens that are to have more experts than slots."""
+        if (slots := routing.ids.shape[-1]) >= self.slots:
+            return routing
+        beyond = (self.limit > slots)[..., None]
+        return dataclasses.replace(routing, weights=jnp.where(beyond, jnp.nan, routing.weights))
 
     def scaled(self, routing: Routing) -> Routing:
         """The routing with scaled weights."""

@@ -157,7 +157,7 @@ class SparseMoE(nnx.Module):
             return routing
         if not getattr(self.gate, "intervenes", False):
             routing = without_padding(change.imposed(routing), context.valid, experts)
-        return change.scaled(routing)
+        return change.scaled(change.within(routing))
 
     def _all_ours(self) -> bool:
         """Whether nothing stands in the place of experts."""

@@ -45,12 +45,13 @@ def largest(
     -infinity are empty.
 
     Args:
-        scores: float32; NaN is not accepted.
+        scores: float32; NaN ranks as +infinity, as in the released rule.
         context: with valid tokens and an intervention, whose number of experts replaces k.
         k: experts a token.
         bound: most slots, whatever an intervention says; none if None.
     """
     experts, change, slots = scores.shape[-1], context.intervention, k
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     if change is not None:
         scores = jnp.where(change.banned, -jnp.inf, scores)
         scores = scores + FORCING * change.forced.astype(jnp.float32)

@@ -258,6 +258,45 @@ def test_interventions_reach_every_router(kind):
             assert all(np.isfinite(weight) and weight > 0 for weight in token.values())
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_banned_expert_is_out_whatever_its_logit(value):
+    """As if its logit were any other."""
+    router, without = gate(), change.ban(CONFIG, [2])
+    wanted = route(router, without)
+    weight = np.array(router.weight[...])
+    # Infinite of either sign, since products with 0 are 0.
+    weight[2] = [value, *[0.0] * (D - 1)]
+    router.weight.set_value(jnp.asarray(weight))
+    assert route(router, without) == wanted
+    sigmoid = routers.SigmoidRouter(router.weight[...], K)
+    assert all(2 not in token for row in route(sigmoid, without) for token in row)
+    for free in (router, sigmoid):
+        assert (np.asarray(free(*inputs()).ids) == 2).any()
+
+
+def test_more_experts_than_a_router_can_give_are_refused(tiny: CausalLM, tokens):
+    """Also where the number is traced: there weights are NaN."""
+
+    def make(layer, gate):
+        if layer == 0:
+            return routers.HashRouter(6, 2)
+        return routers.TwoStageRouter(jax.random.key(0), 32, 6, candidates=3, k=2)
+
+    model = routers.replace_routers(tiny, make)
+    for layer, name, slots in ((0, "HashRouter", 2), (1, "TwoStageRouter", 3)):
+        four = change.experts_per_token(model, 4, layers=[layer])
+        words = f"tokens of layer {layer} 4 experts, but its router {name} has {slots} slots"
+        with pytest.raises(RequestError, match=words):
+            model(tokens, intervention=four)
+        model.check_intervention(change.experts_per_token(model, slots, layers=[layer]), 2)
+    tiny.check_intervention(change.experts_per_token(tiny, 4), 2)
+    four = change.experts_per_token(model, 4, layers=[1], positions=(3, None))
+    output = jax.jit(lambda one: model(tokens, LENGTHS, intervention=one))(four)
+    nan = np.isnan(np.asarray(output.routing[1].weights)).any(-1)
+    position = np.arange(tokens.shape[1])[None]
+    np.testing.assert_array_equal(nan, (position >= 3) & (position < LENGTHS[:, None]))
+
+
 def test_gradients_under_an_intervention():
     """Padding makes no NaN of them, and a neutral one leaves them as they are."""
     router, x = gate(), inputs()[0]
