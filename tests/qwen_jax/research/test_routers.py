@@ -220,6 +220,27 @@ def test_hash_and_random():
         np.testing.assert_array_equal(router(x[:, 7:9], again).ids[0], ids[7:9])
 
 
+@pytest.mark.parametrize("kind", [routers.HashRouter, routers.RandomRouter])
+def test_no_seed_and_layer_choose_as_others_do(kind):
+    """No more tokens have the same experts than by chance, and all draws of keys differ."""
+    x, context = inputs(valid=np.ones((1, 600), bool))
+    tokens = jnp.arange(600, dtype=jnp.int32)[None]
+    context = dataclasses.replace(context, tokens=tokens)
+    keys, ids = [], []
+    for seed in (0, 1, 2, 7):
+        for layer in (0, 1, 2, 30, 31, 32, 62):
+            router, here = kind(E, 1, seed=seed), dataclasses.replace(context, layer=layer)
+            keys.append(np.asarray(router.key(here))[0])
+            ids.append(np.asarray(router(x, here).ids)[0, :, 0])
+    for a in range(len(ids)):
+        for b in range(a):
+            # Six standard deviations of a binomial; also of tokens and their neighbours.
+            for shift in (0, 1):
+                same = np.mean(ids[a][shift:] == ids[b][: 600 - shift])
+                assert abs(same - 1 / E) < 6 * (1 / E / 600) ** 0.5
+            assert not np.intersect1d(keys[a], keys[b]).size
+
+
 def intervened(kind: str):
     gates = gate()
     return {
@@ -390,6 +411,8 @@ def test_by_name(tiny, no_type_checks):
         ("sigmoid", {"k": 0}, "k is 0; accepted"),
         ("sigmoid", {"k": 99}, "k is 99; accepted"),
         ("hash", {"k": 2.5}, "k is 2.5; accepted"),
+        ("random", {"seed": -1}, "seed is -1; accepted"),
+        ("hash", {"seed": 1.0}, "seed is 1.0; accepted"),
     ):
         with pytest.raises(RequestError, match=message):
             routers.with_router(tiny, name, **settings)
