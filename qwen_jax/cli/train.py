@@ -100,7 +100,8 @@ def train(
     schedule, lora = descent.schedule(), scope.lora()
     data, watched = read_texts(source, text, held_out, descent)
     batches = {"--batch-size": data.rows}
-    batches |= {"--held-out": each.inputs.shape[0] for each in watched[:1]}
+    if watched:
+        batches["--held-out"] = watched[0].inputs.shape[0]
     mesh = mesh_of(data_devices, expert_devices, source.config, batches)
     if dry_run or destination is None:
         rows = _plan(source, data, descent, scope, lora)
