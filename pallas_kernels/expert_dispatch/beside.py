@@ -17,7 +17,7 @@ from .shared import SharedExpert
 
 
 class GateUp:
-    """In the first launch: silu(gate) * up of each token, and sigmoid(logit).
+    """In the first launch: silu(gate) * up of each token, and its strength: sigmoid(logit).
 
     Attributes:
         arrays: what they read beside the tokens.
@@ -37,6 +37,9 @@ class GateUp:
         self._cut = Cut(config.shared_outputs, config.gate_up.units, config.gate_up.num_warps)
         self._tiles = pl.cdiv(self._hidden, self._cut.outputs)
         self.arrays = [*arrays_of(shared.gate_proj), *arrays_of(shared.up_proj), shared.gate]
+        self._has_logit = shared.logit is not None
+        if shared.logit is not None:
+            self.arrays.append(shared.logit)
         self.shapes = [
             jax.ShapeDtypeStruct((tokens, self._hidden), dtype),
             jax.ShapeDtypeStruct((tokens, 1), jnp.float32),
@@ -67,4 +70,7 @@ class GateUp:
         def _() -> None:
             token = program - self._tokens * self._tiles
             logit = gates.logit(x_ref, token, refs[2 * count], cut.num_warps)
+            if self._has_logit:
+                given = refs[2 * count + 1][token, 0]
+                logit = jnp.where(jnp.isnan(given), logit, given)
             refs[-1][token, 0] = jax.lax.logistic(logit)

@@ -36,9 +36,6 @@ def few_tokens(
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`."""
     made = gate_up.gated(x, ids, gate_up_proj, shared, inner_dtype, config)
-    if shared is not None:
-        routed, beside, strength = made
-        made = routed, beside, shared.strengths(strength)
     return down.summed(made, ids, weights, down_proj, shared, residual, dtype, config.down)
 
 

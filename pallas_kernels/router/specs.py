@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 DTYPES = ("bfloat16", "float32")
 MOST_EXPERTS = 1024
-OPTIONS = ("bias", "mask", "valid", "limit", "temperature")
+OPTIONS = ("bias", "mask", "valid", "limit", "temperature", "forced", "scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Spec:
         weight: dtype of the weight.
         renormalise: see `api.router`.
         given: which of `OPTIONS` the call has.
-        shared_row: whether bias and mask have one row for all tokens.
+        shared_row: whether options that have rows of experts have one for all tokens.
     """
 
     rows: int = 1
@@ -55,9 +55,16 @@ class Spec:
             "valid": ((rows,), jnp.bool_),
             "limit": ((rows,), jnp.int32),
             "temperature": ((rows,), jnp.float32),
+            "forced": (all_experts, jnp.bool_),
+            "scale": (all_experts, jnp.float32),
         }
         if self.shared_row:
-            options |= {name: ((1, self.experts), options[name][1]) for name in ("bias", "mask")}
+            one = {
+                name: ((1, self.experts), dtype)
+                for name, (shape, dtype) in options.items()
+                if len(shape) == 2
+            }
+            options |= one
         return (
             jax.ShapeDtypeStruct((rows, self.width), jnp.dtype(self.dtype)),
             jax.ShapeDtypeStruct((self.experts, self.width), jnp.dtype(self.weight)),

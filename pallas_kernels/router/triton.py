@@ -44,6 +44,8 @@ def router(
     valid: Bool[Array, " M"] | None,
     limit: Int[Array, " M"] | None,
     temperature: Float[Array, " M"] | None,
+    forced: Bool[Array, "F E"] | None = None,
+    scale: Float[Array, "S E"] | None = None,
     *,
     slots: int,
     renormalise: bool,
@@ -57,7 +59,6 @@ def router(
         if config is None:
             config = config_for(current_target(), x, weight)
         logits = few_rows.product(x, weight, config)
-    ids, weights = top_k(
-        logits, bias, mask, valid, limit, temperature, slots=slots, renormalise=renormalise
-    )
+    options = bias, mask, valid, limit, temperature, forced, scale
+    ids, weights = top_k(logits, *options, slots=slots, renormalise=renormalise)
     return RouterOutput(ids, weights, logits)

@@ -18,9 +18,6 @@ from ..errors import RequestError
 from ..pytree import pytree
 from .routing import RouterContext, Routing, TopKRouter, name_of, own_number
 
-FORCING = 1e9
-"""Added to the scores of forced experts for the choice alone; their weights do not see it."""
-
 NEUTRAL = {
     "banned": False,
     "forced": False,
@@ -216,39 +213,21 @@ class LayerIntervention:
         scores = (logits + self.bias) / self.temperature[..., None]
         return jnp.where(self.banned, -jnp.inf, scores)
 
-    def options_of_router(self, own: int) -> dict[str, Any]:
+    def options_of_router(self, own: int, *, scaled: bool) -> dict[str, Any]:
         """For `pallas_kernels.router.router` over the flat tokens, of a router that takes `own`.
 
-        The weights of tokens with forced experts are for `reweighted` to make.
+        Args:
+            own: experts a token.
+            scaled: whether weights are scaled there.
         """
-        bias = self.bias + FORCING * self.forced.astype(jnp.float32)
-        experts = bias.shape[-1]
-        return {
+        names = {"bias": self.bias, "forced": self.forced, "mask": ~self.banned}
+        names |= {"scale": self.scale} if scaled else {}
+        experts = self.bias.shape[-1]
+        return {name: array.reshape(-1, experts) for name, array in names.items()} | {
             "slots": max(own, self.slots),
-            "bias": bias.reshape(-1, experts),
-            # A bias of -infinity would make NaN of a logit that is NaN or infinite.
-            "mask": ~self.banned.reshape(-1, experts),
             "limit": self.most(own).reshape(-1),
             "temperature": self.temperature.reshape(-1),
         }
-
-    def reweighted(self, routing: Routing, renormalise: bool) -> Routing:
-        """Weights that do not see `FORCING`, where experts are forced; in falling order again."""
-        assert routing.logits is not None
-        scores, filled = self.scores(routing.logits), routing.ids < self.bias.shape[-1]
-        taken = jnp.where(filled, at_slots(scores, routing.ids, 0.0), -jnp.inf)
-        among = taken if renormalise else scores
-        # Nothing of a token without experts may make NaN of a gradient.
-        among = jnp.where(jnp.any(filled, axis=-1, keepdims=True), among, 0.0)
-        total = jax.nn.logsumexp(among, axis=-1, keepdims=True)
-        weights = jnp.where(filled, jnp.exp(jnp.where(filled, taken, 0.0) - total), 0.0)
-        made = in_order(dataclasses.replace(routing, weights=weights), weights)
-        applies = jnp.any(self.forced, axis=-1)[..., None]
-        return dataclasses.replace(
-            routing,
-            ids=jnp.where(applies, made.ids, routing.ids),
-            weights=jnp.where(applies, made.weights, routing.weights),
-        )
 
     def most(self, own: int) -> Int[Array, "B T"]:
         """How many experts a token takes where a router by itself takes `own`."""

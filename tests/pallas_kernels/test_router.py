@@ -28,14 +28,18 @@ def choice(logits, options, slots: int, *, renormalise: bool):
             "temperature", 1
         )
         score[~given.get("mask", np.full(experts, True))] = -np.inf
+        forced = given.get("forced", np.full(experts, False))
         filled = min(slots, np.sum(score > -np.inf), max(0, given.get("limit", slots)))
         if filled == 0 or not given.get("valid", True):
             continue
         p = np.exp(score - score.max())
         p /= p.sum()
-        chosen = sorted(range(experts), key=lambda expert: (-score[expert], expert))[:filled]
+        open_ones = np.flatnonzero(score > -np.inf)
+        chosen = sorted(open_ones, key=lambda e: (not forced[e], 0 if forced[e] else -score[e], e))
+        chosen = sorted(chosen[:filled], key=lambda expert: (-score[expert], expert))
         ids[row, :filled] = chosen
         weights[row, :filled] = p[chosen] / (p[chosen].sum() if renormalise else 1)
+        weights[row, :filled] *= given.get("scale", np.ones(experts))[chosen]
     return ids, weights
 
 
@@ -62,6 +66,8 @@ def arguments(spec: Spec) -> list[jax.Array | None]:
         valid,
         rng.integers(-1, spec.slots + 3, rows),
         2.0 ** rng.integers(-1, 2, rows),
+        rng.random((rows, experts)) < 2 / experts,
+        rng.integers(0, 5, (rows, experts)) / 4,
     ]
     return [
         None if shape is None else jnp.asarray(np.asarray(value)[: shape.shape[0]], shape.dtype)
@@ -92,6 +98,8 @@ CASES = {
     "all experts, float32": Spec(3, 301, 7, 7, "bfloat16", "float32", given=("mask", "limit")),
     "one expert": Spec(3, 5, 1, 1),
     "many rows": Spec(FEW_ROWS + 6, 32, 12, 3, given=("valid", "bias")),
+    "forced": Spec(6, 90, 21, 5, given=("valid", "forced", "scale")),
+    "forced, not renormalised": Spec(6, 90, 16, 4, renormalise=False, given=("mask", "forced")),
 }
 
 
@@ -155,7 +163,7 @@ def test_logits_on_a_gpu_are_products_in_float32(name):
     np.testing.assert_allclose(output.weights, weights, 1e-5)
 
 
-def odd(implementation: str, bias: list[float], **settings) -> RouterOutput:
+def odd(implementation: str, bias: list[float], **settings: Any) -> RouterOutput:
     """Of logits 0, 1, 2, 3 and a bias."""
     with interpreted():
         return router(
@@ -193,6 +201,26 @@ def test_an_expert_at_minus_infinity_is_not_chosen(implementation):
     output = odd(implementation, [0, -np.inf, -np.inf, 0], slots=4)
     assert output.ids.tolist() == [[3, 0, 4, 4]]
     np.testing.assert_allclose(output.weights, [[1 / (1 + np.exp(-3)), 1 / (1 + np.exp(3)), 0, 0]])
+
+
+@BOTH
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_forced_expert_is_chosen_whatever_its_score_but_not_against_the_mask(
+    implementation, renormalise
+):
+    """One of -infinity has weight 0 behind the others; scores far apart leave no NaN."""
+    options = {
+        "forced": jnp.asarray([[True, True, True, False]]),
+        "mask": jnp.asarray([[True, False, True, True]]),
+        "renormalise": renormalise,
+    }
+    output = odd(implementation, [-np.inf, 0, -200, 0], slots=2, **options)
+    assert output.ids.tolist() == [[2, 0]]
+    np.testing.assert_array_equal(output.weights, [[renormalise, 0]])
+    output = odd(implementation, [-np.inf, np.nan, 0, 0], slots=3, **options)
+    assert output.ids.tolist() == [[3, 2, 0]]
+    total = 1 + np.exp(-1)
+    np.testing.assert_allclose(output.weights, [[1 / total, np.exp(-1) / total, 0]], 1e-6)
 
 
 @BOTH
