@@ -30,6 +30,7 @@ def router(
     temperature: Float[Array, " M"] | None = None,
     forced: Bool[Array, "F E"] | None = None,
     scale: Float[Array, "S E"] | None = None,
+    part: Int[Array, "1"] | None = None,
     implementation: str | None = None,
 ) -> RouterOutput:
     """Which experts each token takes, and with what weights.
@@ -63,6 +64,9 @@ def router(
         temperature: float32, positive.
         forced: True where an expert must be chosen. It has M rows or one. The mask goes before.
         scale: float32, factors of the weights. It has M rows or one.
+        part: bias, mask, forced and scale have M rows for each of several calls, and those of this
+            one come behind so many times M others. A number for which there are no rows is not
+            noticed. None where these arrays are of this call alone.
         implementation: "triton", "reference", or None for the first that takes the call.
 
     Returns:
@@ -82,6 +86,7 @@ def router(
         temperature,
         forced,
         scale,
+        part,
         slots=slots,
         renormalise=renormalise,
         implementation=implementation,

@@ -29,11 +29,15 @@ def router(
     temperature: Float[Array, " M"] | None,
     forced: Bool[Array, "F E"] | None = None,
     scale: Float[Array, "S E"] | None = None,
+    part: Int[Array, "1"] | None = None,
     *,
     slots: int,
     renormalise: bool,
 ) -> RouterOutput:
-    """See `api.router`; R, Q, F and S are M or 1."""
+    """See `api.router`; R, Q, F and S are M or 1, or a multiple of M where there is a part."""
+    if part is not None:
+        rows, each = x.shape[0], (bias, mask, forced, scale)
+        bias, mask, forced, scale = (None if a is None else _part(a, part, rows) for a in each)
     logits = product(x, weight)
     scores = logits
     if bias is not None:
@@ -73,6 +77,10 @@ def router(
     return RouterOutput(jnp.where(filled, ids, weight.shape[0]), weights, logits)
 
 
+def _part(array: Array, part: Int[Array, "1"], rows: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array, part[0] * rows, rows)
+
+
 def product(x: Float[Array, "M D"], weight: Float[Array, "E D"]) -> Float[Array, "M E"]:
     """The logits."""
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
@@ -90,6 +98,7 @@ def refusals(
     temperature: Any,
     forced: Any = None,
     scale: Any = None,
+    part: Any = None,
     *,
     slots: int,
     renormalise: bool,
@@ -98,11 +107,20 @@ def refusals(
     rows, experts, reasons = x.shape[0], weight.shape[0], []
     if not isinstance(slots, int) or not 1 <= slots <= experts:
         reasons.append(f"slots is {slots}; accepted is 1 to {experts}, the number of experts")
+    if part is not None and part.shape != (1,):
+        reasons.append(f"part has shape {list(part.shape)}; accepted is [1]")
     rowed = {"bias": bias, "mask": mask, "forced": forced, "scale": scale}
     for name, array in rowed.items():
-        if array is not None and array.shape[0] not in (1, rows):
+        if array is None:
+            continue
+        if part is None and array.shape[0] not in (1, rows):
             reasons.append(
                 f"{name} has {array.shape[0]} rows; accepted is 1, or {rows} as there are of x"
+            )
+        if part is not None and array.shape[0] % rows:
+            reasons.append(
+                f"{name} has {array.shape[0]} rows; accepted with a part are multiples of {rows}, "
+                "as there are of x"
             )
     for name, array in {"bias": bias, "temperature": temperature, "scale": scale}.items():
         if array is not None and array.dtype != jnp.float32:

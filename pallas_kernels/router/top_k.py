@@ -31,6 +31,7 @@ def top_k(
     temperature: Float[Array, " M"] | None,
     forced: Bool[Array, "F E"] | None,
     scale: Float[Array, "S E"] | None,
+    part: Int[Array, "1"] | None,
     *,
     slots: int,
     renormalise: bool,
@@ -39,7 +40,7 @@ def top_k(
     rows, experts = logits.shape
     block, width = pl.next_power_of_2(experts), pl.next_power_of_2(slots)
     given = {"bias": bias, "mask": mask, "valid": valid, "limit": limit}
-    given |= {"temperature": temperature, "forced": forced, "scale": scale}
+    given |= {"temperature": temperature, "forced": forced, "scale": scale, "part": part}
     given = {name: array for name, array in given.items() if array is not None}
 
     def kernel(logits_ref: Any, *refs: Any) -> None:
@@ -48,9 +49,15 @@ def top_k(
         expert, slot = jax.lax.iota(jnp.int32, block), jax.lax.iota(jnp.int32, width)
         inside = None if block == experts else expert < experts
 
+        def option_row(ref: Any) -> Any:
+            if "part" in optional:
+                return optional["part"][0] * rows + row
+            return row if ref.shape[0] > 1 else 0
+
         def read(ref: Any, column: Array, exists: Any) -> Array:
-            """A number of each expert in the columns, of this row or of the only one."""
-            at = jnp.full(column.shape, row if ref.shape[0] > 1 else 0, jnp.int32), column
+            """A number of each expert in the columns: of this row, or of the only one."""
+            index = row if ref is logits_ref else option_row(ref)
+            at = jnp.full(column.shape, index, jnp.int32), column
             other = False if ref.dtype == jnp.bool_ else 0.0
             return plt.load(ref.at[at], mask=exists, other=None if exists is None else other)
 

@@ -46,6 +46,7 @@ def router(
     temperature: Float[Array, " M"] | None,
     forced: Bool[Array, "F E"] | None = None,
     scale: Float[Array, "S E"] | None = None,
+    part: Int[Array, "1"] | None = None,
     *,
     slots: int,
     renormalise: bool,
@@ -59,6 +60,6 @@ def router(
         if config is None:
             config = config_for(current_target(), x, weight)
         logits = few_rows.product(x, weight, config)
-    options = bias, mask, valid, limit, temperature, forced, scale
+    options = bias, mask, valid, limit, temperature, forced, scale, part
     ids, weights = top_k(logits, *options, slots=slots, renormalise=renormalise)
     return RouterOutput(ids, weights, logits)

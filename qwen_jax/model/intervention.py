@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
+from .layer_intervention import LayerIntervention
 from .routing import RouterContext, Routing, TopKRouter, name_of, own_number
 
 NEUTRAL = {
@@ -44,14 +45,10 @@ class Ranged:
     start: Array
     stop: Array
 
-    def at(
-        self, index: int, positions: Int[Array, "B T"], neutral: float | int
-    ) -> Shaped[Array, "B T *e"]:
-        """The values of the layer at `index`; the neutral one outside their positions."""
-        values, start, stop = (
-            array[index][:, None] for array in (self.values, self.start, self.stop)
-        )
-        where = positions.reshape(*positions.shape, *[1] * (values.ndim - 2))
+    def over(self, positions: Int[Array, "B T"], neutral: float | int) -> Shaped[Array, "L B T *e"]:
+        """The values at positions; the neutral one where they are not in force."""
+        values, start, stop = (each[:, :, None] for each in (self.values, self.start, self.stop))
+        where = positions.reshape(1, *positions.shape, *[1] * (values.ndim - 3))
         inside = (where >= start) & (where < stop)
         return jnp.where(inside, values, jnp.asarray(neutral, values.dtype))
 
@@ -90,14 +87,12 @@ class Intervention:
     own: int = dataclasses.field(metadata={"static": True})
     slots: int = dataclasses.field(metadata={"static": True})
 
-    def at(self, layer: int, positions: Int[Array, "B T"]) -> "LayerIntervention":
-        """What it says of some tokens in a layer."""
-        index = self.layers.index(layer)
+    def over(self, positions: Int[Array, "B T"]) -> "StepIntervention":
+        """What it says of some tokens, in all layers."""
         fields: dict[str, Any] = {
-            name: getattr(self, name).at(index, positions, neutral)
-            for name, neutral in NEUTRAL.items()
+            name: getattr(self, name).over(positions, neutral) for name, neutral in NEUTRAL.items()
         }
-        return LayerIntervention(**fields, slots=self.slots)
+        return StepIntervention(fields, self.layers, self.slots)
 
     def check_fits(self, config: QwenConfig, routers: Mapping[int, Any], rows: int) -> None:
         """Refuse an intervention that was made for another model or batch; shapes alone.
@@ -172,7 +167,7 @@ class Intervention:
         """How many experts a layer's router gives a token at most under this; shapes alone."""
 
         def route(x: Array, mixed: Array, tokens: Array) -> Routing:
-            change = self.at(layer, tokens)
+            change = self.over(tokens).of(layer)
             return router(x, RouterContext(tokens >= 0, mixed, tokens, tokens, layer, change))
 
         shape = self.limit.values.shape[1], 1
@@ -185,128 +180,25 @@ class Intervention:
 
 
 @pytree
-class LayerIntervention:
-    """An `Intervention` in one layer at some tokens; see there.
+class StepIntervention:
+    """An `Intervention` at the tokens of a step: once for all layers, so that a layer costs none.
 
     Attributes:
-        banned: bool [B, T, E].
-        forced: bool [B, T, E].
-        bias: float32 [B, T, E].
-        scale: float32 [B, T, E].
-        limit: int32 [B, T].
-        temperature: float32 [B, T].
-        shared_logit: float32 [B, T].
+        fields: those of the intervention by name, [L, B, T, E] or [L, B, T].
+        layers: static, numbers of the MoE layers.
         slots: static, the most experts that a token may have.
     """
 
-    banned: Array
-    forced: Array
-    bias: Array
-    scale: Array
-    limit: Array
-    temperature: Array
-    shared_logit: Array
+    fields: dict[str, Array]
+    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     slots: int = dataclasses.field(metadata={"static": True})
 
-    def scores(self, logits: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Logits with bias and temperature; -infinity where banned."""
-        scores = (logits + self.bias) / self.temperature[..., None]
-        return jnp.where(self.banned, -jnp.inf, scores)
-
-    def options_of_router(self, own: int, *, scaled: bool) -> dict[str, Any]:
-        """For `pallas_kernels.router.router` over the flat tokens, of a router that takes `own`.
-
-        Args:
-            own: experts a token.
-            scaled: whether weights are scaled there.
-        """
-        names = {"bias": self.bias, "forced": self.forced, "mask": ~self.banned}
-        names |= {"scale": self.scale} if scaled else {}
-        experts = self.bias.shape[-1]
-        return {name: array.reshape(-1, experts) for name, array in names.items()} | {
-            "slots": max(own, self.slots),
-            "limit": self.most(own).reshape(-1),
-            "temperature": self.temperature.reshape(-1),
-        }
-
-    def most(self, own: int) -> Int[Array, "B T"]:
-        """How many experts a token takes where a router by itself takes `own`."""
-        return jnp.where(self.limit == 0, own, self.limit)
-
-    def within(self, routing: Routing) -> Routing:
-        """The routing, with NaN as weights of tokens that are to have more experts than slots."""
-        if (slots := routing.ids.shape[-1]) >= self.slots:
-            return routing
-        beyond = (self.limit > slots)[..., None]
-        return dataclasses.replace(routing, weights=jnp.where(beyond, jnp.nan, routing.weights))
-
-    def scaled(self, routing: Routing) -> Routing:
-        """The routing with scaled weights."""
-        return dataclasses.replace(
-            routing, weights=routing.weights * at_slots(self.scale, routing.ids, 1.0)
-        )
-
-    def imposed(self, routing: Routing) -> Routing:
-        """Bans, forced experts and k, on what a router chose that knows nothing of them.
-
-        A banned expert's slot becomes empty, and of the others the first k are kept. A forced
-        expert that was not chosen takes the place, and the weight, of the last that is not forced;
-        an empty place among the k is taken first, with the weight 1 / slots. Where bias or
-        temperature is set, weights are NaN: they cannot be imposed.
-        """
-        experts, slots = self.bias.shape[-1], routing.ids.shape[-1]
-        ids = jnp.where(at_slots(self.banned, routing.ids, False), experts, routing.ids)
-        filled = (ids < experts).astype(jnp.float32)
-        routing = in_order(dataclasses.replace(routing, ids=ids), filled)
-        place = jnp.arange(slots, dtype=jnp.int32)[None, None, :] < self.most(slots)[..., None]
-        ids = jnp.where(place, routing.ids, experts)
-        weights = jnp.where(ids < experts, routing.weights, 0.0)
-        routing = dataclasses.replace(routing, ids=ids, weights=weights)
-        routing = self._with_forced(routing, place)
-        foreign = jnp.any(self.bias != 0, axis=-1) | (self.temperature != 1)
-        weights = jnp.where(foreign[..., None], jnp.nan, routing.weights)
-        return dataclasses.replace(routing, weights=weights)
-
-    def _with_forced(self, routing: Routing, place: Bool[Array, "B T A"]) -> Routing:
-        ids, weights = routing.ids, routing.weights
-        experts, slots = self.forced.shape[-1], ids.shape[-1]
-        numbers = jnp.arange(experts, dtype=jnp.int32)[None, None, None, :]
-        chosen = jnp.any(ids[..., None] == numbers, axis=-2)
-        missing = self.forced & ~chosen
-        # The n-th missing expert goes to the n-th free place, counted from the last.
-        free = place & ~at_slots(self.forced, routing.ids, False)
-        open_places = jnp.flip(jnp.cumsum(jnp.flip(free, -1).astype(jnp.int32), axis=-1), -1)
-        number = jnp.cumsum(missing.astype(jnp.int32), axis=-1)
-        match = missing[..., None, :] & (number[..., None, :] == open_places[..., None])
-        match = match & free[..., None]
-        takes = jnp.any(match, axis=-1)
-        newcomer = jnp.argmax(match, axis=-1).astype(jnp.int32)
-        weights = jnp.where(takes & (ids == experts), 1 / slots, weights)
-        return dataclasses.replace(routing, ids=jnp.where(takes, newcomer, ids), weights=weights)
-
-
-def at_slots(
-    values: Shaped[Array, "B T E"], ids: Int[Array, "B T A"], neutral: float | int
-) -> Shaped[Array, "B T A"]:
-    """The values of chosen experts; the neutral one in empty slots."""
-    experts = values.shape[-1]
-    found = jnp.take_along_axis(values, jnp.clip(ids, 0, experts - 1), axis=-1)
-    filled = (ids >= 0) & (ids < experts)
-    return jnp.where(filled, found, jnp.asarray(neutral, values.dtype))
-
-
-def in_order(routing: Routing, key: Float[Array, "B T A"]) -> Routing:
-    """The slots in order of a falling key; of equals, as they were."""
-    slot = jnp.arange(key.shape[-1], dtype=jnp.int32)
-    other, own = key[:, :, None, :], key[..., None]
-    earlier = slot[None, None, None, :] < slot[None, None, :, None]
-    rank = jnp.sum(((other > own) | ((other == own) & earlier)).astype(jnp.int32), axis=-1)
-    to = rank[..., None] == slot[None, None, None, :]
-    return dataclasses.replace(
-        routing,
-        ids=jnp.sum(jnp.where(to, routing.ids[..., None], 0), axis=-2),
-        weights=jnp.sum(jnp.where(to, routing.weights[..., None], 0.0), axis=-2),
-    )
+    def of(self, layer: int) -> LayerIntervention:
+        """What it says in one layer."""
+        index = self.layers.index(layer)
+        own = {name: self.fields[name][index] for name in ("limit", "temperature", "shared_logit")}
+        stacks = {name: each for name, each in self.fields.items() if name not in own}
+        return LayerIntervention(stacks, **own, index=index, slots=self.slots)
 
 
 def sparse_layers(config: QwenConfig) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
-from ...model.intervention import at_slots, in_order
+from ...model.layer_intervention import at_slots, in_order
 
 
 def products(x: Float[Array, "B T D"], weight: Float[Array, "E D"]) -> Float[Array, "B T E"]:

@@ -40,7 +40,7 @@ def inputs(intervention=None, valid=VALID, layer=0):
     x, mixed = (random.standard_normal((*valid.shape, D), np.float32) for _ in range(2))
     positions = np.where(valid, np.cumsum(valid, axis=1) - 1, -1).astype(np.int32)
     tokens = np.where(valid, random.integers(0, 61, valid.shape), 0).astype(np.int32)
-    part = None if intervention is None else intervention.at(layer, jnp.asarray(positions))
+    part = None if intervention is None else intervention.over(jnp.asarray(positions)).of(layer)
     arrays = (jnp.asarray(valid), jnp.asarray(mixed), jnp.asarray(tokens), jnp.asarray(positions))
     return jnp.asarray(x), RouterContext(*arrays, layer=layer, intervention=part)
 
