@@ -19,6 +19,9 @@ from ..pytree import pytree
 from .layer_intervention import LayerIntervention
 from .routing import RouterContext, Routing, TopKRouter, name_of, own_number
 
+AT_ONCE = 64
+"""Most tokens whose fields are made for all layers at once."""
+
 NEUTRAL = {
     "banned": False,
     "forced": False,
@@ -89,10 +92,14 @@ class Intervention:
 
     def over(self, positions: Int[Array, "B T"]) -> "StepIntervention":
         """What it says of some tokens, in all layers."""
-        fields: dict[str, Any] = {
+        few = positions.size <= AT_ONCE
+        return StepIntervention(self, positions, self.fields(positions) if few else None)
+
+    def fields(self, positions: Int[Array, "B T"]) -> dict[str, Array]:
+        """Values at positions by the name of the field, [L, B, T, E] or [L, B, T]."""
+        return {
             name: getattr(self, name).over(positions, neutral) for name, neutral in NEUTRAL.items()
         }
-        return StepIntervention(fields, self.layers, self.slots)
 
     def check_fits(self, config: QwenConfig, routers: Mapping[int, Any], rows: int) -> None:
         """Refuse an intervention that was made for another model or batch; shapes alone.
@@ -181,24 +188,31 @@ class Intervention:
 
 @pytree
 class StepIntervention:
-    """An `Intervention` at the tokens of a step: once for all layers, so that a layer costs none.
+    """An `Intervention` at the tokens of a step.
+
+    Of few tokens, such as those of a decode step, the fields of all layers are made at once, so
+    that no layer has a launch of its own for them. Of many they are made layer by layer: they are
+    10 bytes an expert and token.
 
     Attributes:
-        fields: those of the intervention by name, [L, B, T, E] or [L, B, T].
-        layers: static, numbers of the MoE layers.
-        slots: static, the most experts that a token may have.
+        whole: the intervention.
+        positions: int32 [B, T].
+        fields: see `Intervention.fields`; None of many tokens.
     """
 
-    fields: dict[str, Array]
-    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    slots: int = dataclasses.field(metadata={"static": True})
+    whole: Intervention
+    positions: Array
+    fields: dict[str, Array] | None
 
     def of(self, layer: int) -> LayerIntervention:
         """What it says in one layer."""
-        index = self.layers.index(layer)
-        own = {name: self.fields[name][index] for name in ("limit", "temperature", "shared_logit")}
-        stacks = {name: each for name, each in self.fields.items() if name not in own}
-        return LayerIntervention(stacks, **own, index=index, slots=self.slots)
+        index, fields = self.whole.layers.index(layer), self.fields
+        if fields is None:
+            one = jax.tree.map(lambda array: array[index : index + 1], self.whole)
+            index, fields = 0, one.fields(self.positions)
+        own = {name: fields[name][index] for name in ("limit", "temperature", "shared_logit")}
+        stacks = {name: each for name, each in fields.items() if name not in own}
+        return LayerIntervention(stacks, **own, index=index, slots=self.whole.slots)
 
 
 def sparse_layers(config: QwenConfig) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ class LayerIntervention:
     """An `Intervention` in one layer at some tokens; see there.
 
     Attributes:
-        stacks: what it says of each expert, by name, in all layers [L, B, T, E].
+        stacks: what it says of each expert, by name, in this layer and perhaps others [L, B, T, E].
         limit: int32 [B, T].
         temperature: float32 [B, T].
         shared_logit: float32 [B, T].
