@@ -166,9 +166,13 @@ def table(kind: str) -> Table:
 
     Each entry says its "file".
     """
-    found = _from_file(resources.files("pallas_kernels") / "tuning_data" / file_name(kind), kind)
     own = folder() / file_name(kind)
-    return merged(found, _from_file(own, kind, own=True))
+    return merged(_from_file(packaged(kind), kind), _from_file(own, kind, own=True))
+
+
+def packaged(kind: str) -> Traversable:
+    """The package's file for this kind of device; there may be none."""
+    return resources.files("pallas_kernels") / "tuning_data" / file_name(kind)
 
 
 def _from_file(file: Traversable, kind: str, *, own: bool = False) -> Table:
