@@ -4,16 +4,16 @@ A file for each kind of device, such as `nvidia-h200.json`, the kind in lower ca
 spaces: those of the package in `tuning_data`, and those that `qwen-jax tune` wrote in `folder()`,
 which go first.
 
-    {"format": 1, "device": "NVIDIA H200", "jax": "0.11", "entries": {"delta_rule pass": {
+    {"format": 2, "device": "NVIDIA H200", "jax": {"0.11": {"delta_rule pass": {
         "batch=32 heads=32 widths=128x128 bfloat16": {
             "config": {"kind": "PassConfig", "tile": 64, "num_warps": 4, "num_stages": 1},
-            "seconds": 0.0014, "heuristic_seconds": 0.0015}}}}
+            "seconds": 0.0014, "heuristic_seconds": 0.0015}}}}}
 
-The outer name is the kernel's. The inner one is a shape: a key that the kernel's `config.py` makes
-of the dimensions that matter to it. "config" has the class and the fields of its configuration
-there, and the times are of the work that it was measured in. What suits a compiler's code may not
-suit its next version's, so a file counts for one minor version of JAX. A shape without an entry is
-left to the kernel's heuristic.
+What suits a compiler's code may not suit its next version's, so entries count for one minor version
+of JAX, and a file may have some for several. The name in there is the kernel's, and the inner one a
+shape: a key that the kernel's `config.py` makes of the dimensions that matter to it. "config" has
+the class and the fields of its configuration there, and the times are of the work that it was
+measured in. A shape without an entry is left to the kernel's heuristic.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import typing
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ import jax
 
 from ._compat import Target
 
-FORMAT = 1
+FORMAT = 2
 C = TypeVar("C")
 # Kernel and shape.
 Place = tuple[str, str]
@@ -89,7 +90,7 @@ def decide(
         kinds: classes of configurations, if the heuristic's is not the only one.
 
     Raises:
-        TuningError: the entry's class or fields are not the kernel's.
+        TuningError: the entry's class, or the names or types of its fields, are not the kernel's.
     """
     if (heard := _heard.get()) is not None:
         heard[kernel, key] = Decision(heuristic, tuple(c for c in others() if c != heuristic))
@@ -99,7 +100,13 @@ def decide(
     entry = table(target.kind).get(kernel, {}).get(key)
     if entry is None:
         return heuristic
-    return _built(kernel, key, entry.get("config"), kinds or (type(heuristic),))
+    try:
+        return built(entry.get("config"), kinds or (type(heuristic),))
+    except TuningError as error:
+        raise TuningError(
+            f"{entry['file']}: the entry of {kernel} for {key!r}: {error}. Run `qwen-jax tune` "
+            "again, or remove the entry"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -155,19 +162,41 @@ def jax_version() -> str:
 
 @functools.cache
 def table(kind: str) -> Table:
-    """All that was measured on this kind of device, the user's first; read once a process."""
-    content = packaged(kind)
-    found: Table = {} if mismatch(content, kind) else content["entries"]
+    """All that was measured on this kind of device, the user's first; read once a process.
+
+    Each entry says its "file".
+    """
     own = folder() / file_name(kind)
-    if own.is_file():
-        found = merged(found, _own_entries(own, kind))
-    return found
+    return merged(_from_file(packaged(kind), kind), _from_file(own, kind, own=True))
 
 
-def packaged(kind: str) -> dict[str, Any]:
-    """What the package's file for this kind of device holds; nothing if there is none."""
-    file = resources.files("pallas_kernels") / "tuning_data" / file_name(kind)
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def packaged(kind: str) -> Traversable:
+    """The package's file for this kind of device; there may be none."""
+    return resources.files("pallas_kernels") / "tuning_data" / file_name(kind)
+
+
+def _from_file(file: Traversable, kind: str, *, own: bool = False) -> Table:
+    """What a file has that counts here; who wrote it themselves is told if it has nothing."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        reason = mismatch(content, kind)
+    except (OSError, ValueError) as error:
+        content, reason = {}, str(error)
+    versions = {} if reason else content["jax"]
+    if own and jax_version() not in versions:
+        reason = reason or f"it is for jax {', '.join(versions)}, and this is {jax_version()}"
+        warnings.warn(
+            f"the tuning file {file} is left aside: {reason}. Run `qwen-jax tune` again, or remove "
+            "it",
+            TuningWarning,
+            stacklevel=3,
+        )
+    return {
+        kernel: {key: {**entry, "file": str(file)} for key, entry in shapes.items()}
+        for kernel, shapes in versions.get(jax_version(), {}).items()
+    }
 
 
 def merged(first: Table, second: Table) -> Table:
@@ -177,38 +206,31 @@ def merged(first: Table, second: Table) -> Table:
     }
 
 
-def content_of(kind: str, entries: Table) -> dict[str, Any]:
-    """What a file for this kind of device and this JAX holds."""
-    return {"format": FORMAT, "device": kind, "jax": jax_version(), "entries": entries}
+def content_of(kind: str, versions: Mapping[str, Table]) -> dict[str, Any]:
+    """What a file for this kind of device holds, of entries by version of JAX."""
+    return {"format": FORMAT, "device": kind, "jax": dict(versions)}
 
 
 def mismatch(content: Any, kind: str) -> str | None:
-    """Why a file does not count here; None if it does."""
-    if not isinstance(content, dict) or not isinstance(content.get("entries"), dict):
+    """Why a file is none for this kind of device, whatever JAX it is for; None if it is one."""
+    if not isinstance(content, dict) or "format" not in content:
         return "it is no tuning file"
-    wanted = {"format": FORMAT, "device": kind, "jax": jax_version()}
+    wanted = {"format": FORMAT, "device": kind}
     wrong = [
         f"its {name} is {content.get(name)!r}, and here it is {value!r}"
         for name, value in wanted.items()
         if content.get(name) != value
     ]
+    if not wrong and not _nested(content.get("jax"), 4):
+        wrong = ['its "jax" is not entries by version, kernel and shape']
     return "; ".join(wrong) or None
 
 
-def _own_entries(path: Path, kind: str) -> Table:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        reason = mismatch(content, kind)
-    except (OSError, ValueError) as error:
-        content, reason = {}, str(error)
-    if reason is None:
-        return content["entries"]
-    warnings.warn(
-        f"the tuning file {path} is left aside: {reason}. Run `qwen-jax tune` again, or remove it",
-        TuningWarning,
-        stacklevel=2,
-    )
-    return {}
+def _nested(value: Any, depth: int) -> bool:
+    """Whether it is dictionaries of dictionaries, so many deep."""
+    if not isinstance(value, dict):
+        return False
+    return depth == 1 or all(_nested(each, depth - 1) for each in value.values())
 
 
 def as_fields(config: Any) -> dict[str, Any]:
@@ -216,24 +238,40 @@ def as_fields(config: Any) -> dict[str, Any]:
     return {"kind": type(config).__name__, **dataclasses.asdict(config)}
 
 
-def _built(kernel: str, key: str, fields: Any, kinds: Sequence[type]) -> Any:
+def built(fields: Any, kinds: Sequence[type]) -> Any:
+    """The configuration of an entry's "config".
+
+    Raises:
+        TuningError: it is none of these classes, or a field's name or type is not the class's.
+    """
     named = {kind.__name__: kind for kind in kinds}
-    try:
-        fields = dict(fields)
-        return _instance(named[fields.pop("kind")], fields)
-    except (KeyError, TypeError, ValueError) as error:
+    if not isinstance(fields, dict) or fields.get("kind") not in list(named):
         raise TuningError(
-            f"the tuning entry of {kernel} for {key!r} is {fields!r}; accepted are the fields of "
-            f"{' or '.join(named)} and their `kind` ({error}). Run `qwen-jax tune` again, or "
-            f"remove the entry from the file in {folder()}"
-        ) from error
-
-
-def _instance(kind: type, fields: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(kind)
-    return kind(
-        **{
-            name: _instance(hints[name], value) if isinstance(value, dict) else value
-            for name, value in fields.items()
-        }
+            f"its config is {fields!r}; accepted are the fields of {' or '.join(named)}, and which "
+            "of them as `kind`"
+        )
+    return _instance(
+        named[fields["kind"]], {name: each for name, each in fields.items() if name != "kind"}
     )
+
+
+def _instance(kind: type, fields: Any) -> Any:
+    hints = typing.get_type_hints(kind)
+    needed = {each.name for each in dataclasses.fields(kind) if each.default is dataclasses.MISSING}
+    if not isinstance(fields, dict) or not needed <= fields.keys() <= hints.keys():
+        raise TuningError(
+            f"its config has {fields!r} for a {kind.__name__}; accepted are the fields "
+            f"{', '.join(hints)}"
+        )
+    values = {}
+    for name, value in fields.items():
+        hint = hints[name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            value = _instance(hint, value)
+        elif type(value) is not hint:
+            raise TuningError(
+                f"its field {name} is {value!r}, which is no {hint.__name__}: accepted is a "
+                f"number such as {getattr(kind, name, 4)}"
+            )
+        values[name] = value
+    return kind(**values)

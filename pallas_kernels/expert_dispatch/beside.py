@@ -17,7 +17,7 @@ from .shared import SharedExpert
 
 
 class GateUp:
-    """In the first launch: silu(gate) * up of each token, and sigmoid(logit).
+    """In the first launch: silu(gate) * up of each token, and its strength: sigmoid(logit).
 
     Attributes:
         arrays: what they read beside the tokens.
@@ -38,6 +38,9 @@ class GateUp:
         self._cut = Cut(config.shared_outputs, config.gate_up.units, config.gate_up.num_warps)
         self._tiles = pl.cdiv(self._hidden, self._cut.outputs)
         self.arrays = [*arrays_of(shared.gate_proj), *arrays_of(shared.up_proj), shared.gate]
+        self._has_logit = shared.logit is not None
+        if shared.logit is not None:
+            self.arrays.append(shared.logit)
         self.shapes = [
             jax.ShapeDtypeStruct((tokens, self._hidden), dtype),
             jax.ShapeDtypeStruct((tokens, 1), jnp.float32),
@@ -69,5 +72,7 @@ class GateUp:
         @pl.when((program >= self._tokens * self._tiles) & (program < self.programs))
         def _() -> None:
             token = program - self._tokens * self._tiles
-            logit = gates.logit(tokens_ref, token, refs[2 * count], cut.num_warps)
-            refs[-1][token, 0] = jax.lax.logistic(logit)
+            given_ref = refs[2 * count + 1] if self._has_logit else None
+            refs[-1][token, 0] = gates.strength(
+                tokens_ref, token, refs[2 * count], given_ref, cut.num_warps
+            )

@@ -33,7 +33,7 @@ def gated(
     config: FewTokens,
     below: Matrix,
 ) -> tuple[Array, ...]:
-    """What the down projections read, rounded; of the shared expert also sigmoid(logit) [M, 1].
+    """What the down projections read, rounded; of the shared expert also its strength [M, 1].
 
     Args:
         x: tokens.

@@ -76,8 +76,18 @@ def store(ref: Any, row: Any, first: Any, outputs: int, made: Float[Array, "o n"
     plt.store(ref.at[jnp.full(size, row, jnp.int32), column], made.astype(ref.dtype), mask=mask)
 
 
-def logit(x_ref: Any, token: Any, gate_ref: Any, num_warps: int) -> Float[Array, ""]:
-    """The product of a token and the one row of the gate."""
+def strength(
+    x_ref: Any, token: Any, gate_ref: Any, given_ref: Any, num_warps: int
+) -> Float[Array, ""]:
+    """Sigmoid of a logit: the one given, or the product of a token and the one row of the gate.
+
+    Args:
+        x_ref: tokens.
+        token: which.
+        gate_ref: the gate.
+        given_ref: logits of tokens, NaN where none is given; None if there are none.
+        num_warps: of the program.
+    """
     width = x_ref.shape[1]
     block = min(1 << (width - 1).bit_length(), 32 * num_warps * 8)
     total = jnp.zeros((block,), jnp.float32)
@@ -89,4 +99,8 @@ def logit(x_ref: Any, token: Any, gate_ref: Any, num_warps: int) -> Float[Array,
         zeros = jnp.zeros_like(rows)
         gate = plt.load(gate_ref.at[zeros, column], mask=mask, other=0)
         total = total + x.astype(jnp.float32) * gate.astype(jnp.float32)
-    return jnp.sum(total)
+    logit = jnp.sum(total)
+    if given_ref is not None:
+        given = given_ref[token, 0]
+        logit = jnp.where(jnp.isnan(given), logit, given)
+    return jax.lax.logistic(logit)

@@ -40,12 +40,6 @@ class SharedExpert:
             return own
         return jnp.where(jnp.isnan(self.logit), own, self.logit)
 
-    def strengths(self, own: Float[Array, "M 1"]) -> Float[Array, "M 1"]:
-        """The strengths that count, where these are the tokens' own."""
-        if self.logit is None:
-            return own
-        return jnp.where(jnp.isnan(self.logit), own, jax.nn.sigmoid(self.logit))
-
     def oddities(self) -> list[str]:
         """What keeps it from being a part of the experts' kernels; better computed on its own."""
         parts = {name: getattr(self, name) for name in ("gate_proj", "up_proj", "down_proj")}

@@ -68,7 +68,7 @@ def gated(
 
     Returns:
         [copies * S, F and more], whose columns behind F hold anything; and, of the shared expert,
-        the same [copies * M, Fs and more] and its tokens' logits [M, 1].
+        the same [copies * M, Fs and more] and its strengths [M, 1].
     """
     (tokens, _), hidden = x.shape, weight.shape[1] // 2
     joint = Joint.of(weight, hidden, config.gate_up)
@@ -76,13 +76,14 @@ def gated(
     narrow = x.astype(jnp.bfloat16)
     arrays = [turned(narrow, joint.cut.units, *joint.order), *rows, *joint.arrays]
     count, shapes = len(arrays), [behind.struct_of(rows[0].size)]
-    first_routed = of_tokens = 0
+    first_routed = of_tokens = end = 0
     gate = last = joint
     if shared is not None:
         gate, up, last = _own(shared, config)
         of_tokens = pl.cdiv(tokens, gate.cut.rows) * gate.tiles
         arrays += [turned(narrow, gate.cut.units, *gate.order), *gate.arrays, *up.arrays]
-        arrays += [x, shared.gate]
+        end = len(arrays)
+        arrays += [x, shared.gate, *([] if shared.logit is None else [shared.logit])]
         shapes += [last.struct_of(tokens), jax.ShapeDtypeStruct((tokens, 1), jnp.float32)]
         first_routed = of_tokens + tokens
 
@@ -106,7 +107,8 @@ def gated(
 
         if not of_tokens:
             return
-        own_x_ref, *of_own, tokens_ref, logit_ref = ins[count:]
+        own_x_ref, *of_own = ins[count:end]
+        tokens_ref, gate_ref, *given = ins[end:]
 
         @pl.when(program < of_tokens)
         def _() -> None:
@@ -120,8 +122,9 @@ def gated(
         @pl.when((program >= of_tokens) & (program < first_routed))
         def _() -> None:
             token = program - of_tokens
-            made = gates.logit(tokens_ref, token, logit_ref, config.gate_up.num_warps)
-            outs[2][token, 0] = jax.lax.logistic(made)
+            outs[2][token, 0] = gates.strength(
+                tokens_ref, token, gate_ref, *(given or [None]), config.gate_up.num_warps
+            )
 
     return tuple(
         triton_call(
@@ -166,7 +169,7 @@ def down(
         own_made, strength = own
         tokens = strength.shape[0]
         of_tokens = pl.cdiv(tokens, last.cut.rows) * last.tiles
-        arrays += [own_made, *last.arrays, shared.strengths(strength)]
+        arrays += [own_made, *last.arrays, strength]
         shapes.append(jax.ShapeDtypeStruct((tokens, width), jnp.float32))
 
     def kernel(*refs: Any) -> None:

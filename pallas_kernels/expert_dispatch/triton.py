@@ -50,9 +50,6 @@ def few_tokens(
     """See `api.expert_dispatch`."""
     below = matrix_of(down_proj)
     made = gate_up.gated(x, ids, gate_up_proj, shared, inner_dtype, config, below)
-    if shared is not None:
-        routed, beside, strength = made
-        made = routed, beside, shared.strengths(strength)
     return down.summed(made, ids, weights, down_proj, shared, residual, dtype, config.down)
 
 

@@ -28,6 +28,9 @@ def router(
     valid: Bool[Array, " M"] | None = None,
     limit: Int[Array, " M"] | None = None,
     temperature: Float[Array, " M"] | None = None,
+    forced: Bool[Array, "F E"] | None = None,
+    scale: Float[Array, "S E"] | None = None,
+    part: Int[Array, "1"] | None = None,
     implementation: str | None = None,
 ) -> RouterOutput:
     """Which experts each token takes, and with what weights.
@@ -42,6 +45,10 @@ def router(
     and as there are scores above -infinity; none where `valid` is False, whatever x holds there. An
     empty slot has id E and weight 0.
 
+    Experts that are `forced` come before all others when slots are filled, whatever their score;
+    the slots are then in falling order of scores as ever, and weights are those of the scores. In
+    the end weights are multiplied with the `scale` of their experts.
+
     All in float32, the products too: no TF32. A score of NaN ranks as +infinity. With either among
     its scores, all weights of a row's filled slots are NaN; the ids are those of experts.
 
@@ -55,6 +62,11 @@ def router(
         valid: False at padding.
         limit: at most so many slots of a token are filled.
         temperature: float32, positive.
+        forced: True where an expert must be chosen. It has M rows or one. The mask goes before.
+        scale: float32, factors of the weights. It has M rows or one.
+        part: bias, mask, forced and scale have M rows for each of several calls, and those of this
+            one come behind so many times M others. A number for which there are no rows is not
+            noticed. None where these arrays are of this call alone.
         implementation: "triton", "reference", or None for the first that takes the call.
 
     Returns:
@@ -72,6 +84,9 @@ def router(
         valid,
         limit,
         temperature,
+        forced,
+        scale,
+        part,
         slots=slots,
         renormalise=renormalise,
         implementation=implementation,

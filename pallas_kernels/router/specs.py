@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 DTYPES = ("bfloat16", "float32")
 MOST_EXPERTS = 1024
-OPTIONS = ("bias", "mask", "valid", "limit", "temperature")
+OPTIONS = ("bias", "mask", "valid", "limit", "temperature", "forced", "scale", "part")
+PARTS = 3
+"""How many calls' rows options have that come with a part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Spec:
         weight: dtype of the weight.
         renormalise: see `api.router`.
         given: which of `OPTIONS` the call has.
-        shared_row: whether bias and mask have one row for all tokens.
+        shared_row: whether options that have rows of experts have one for all tokens.
     """
 
     rows: int = 1
@@ -55,9 +57,14 @@ class Spec:
             "valid": ((rows,), jnp.bool_),
             "limit": ((rows,), jnp.int32),
             "temperature": ((rows,), jnp.float32),
+            "forced": (all_experts, jnp.bool_),
+            "scale": (all_experts, jnp.float32),
+            "part": ((1,), jnp.int32),
         }
-        if self.shared_row:
-            options |= {name: ((1, self.experts), options[name][1]) for name in ("bias", "mask")}
+        of_experts = [name for name, (shape, _) in options.items() if shape == all_experts]
+        several = 1 if self.shared_row else PARTS * rows
+        if self.shared_row or "part" in self.given:
+            options |= {name: ((several, self.experts), options[name][1]) for name in of_experts}
         return (
             jax.ShapeDtypeStruct((rows, self.width), jnp.dtype(self.dtype)),
             jax.ShapeDtypeStruct((self.experts, self.width), jnp.dtype(self.weight)),
@@ -93,5 +100,5 @@ SPECS = {
     "13 rows, 4 of 60, all options": Spec(
         13, experts=60, slots=4, renormalise=False, given=OPTIONS
     ),
-    "8 rows, 8 of 256, all options": Spec(8, given=OPTIONS, shared_row=True),
+    "8 rows, 8 of 256, all options": Spec(8, given=OPTIONS[:-1], shared_row=True),
 }

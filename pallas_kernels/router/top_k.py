@@ -18,6 +18,8 @@ from .._compat import triton_call
 
 # Below the key of every number: of an expert that must not be chosen, or no more.
 CLOSED = -(2**31)
+# Above all: of an expert that must be chosen.
+FIRST = 2**31 - 1
 
 
 def top_k(
@@ -27,6 +29,9 @@ def top_k(
     valid: Bool[Array, " M"] | None,
     limit: Int[Array, " M"] | None,
     temperature: Float[Array, " M"] | None,
+    forced: Bool[Array, "F E"] | None,
+    scale: Float[Array, "S E"] | None,
+    part: Int[Array, "1"] | None,
     *,
     slots: int,
     renormalise: bool,
@@ -34,7 +39,8 @@ def top_k(
     """Ids and weights; see `api.router`."""
     rows, experts = logits.shape
     block, width = pl.next_power_of_2(experts), pl.next_power_of_2(slots)
-    given = {"bias": bias, "mask": mask, "valid": valid, "limit": limit, "temperature": temperature}
+    given = {"bias": bias, "mask": mask, "valid": valid, "limit": limit}
+    given |= {"temperature": temperature, "forced": forced, "scale": scale, "part": part}
     given = {name: array for name, array in given.items() if array is not None}
 
     def kernel(logits_ref: Any, *refs: Any) -> None:
@@ -43,35 +49,57 @@ def top_k(
         expert, slot = jax.lax.iota(jnp.int32, block), jax.lax.iota(jnp.int32, width)
         inside = None if block == experts else expert < experts
 
-        def read(ref: Any) -> Array:
-            """A number an expert, of this row or of the only one."""
-            at = jnp.full((block,), row if ref.shape[0] > 1 else 0, jnp.int32), expert
-            other = False if ref.dtype == jnp.bool_ else 0.0
-            return plt.load(ref.at[at], mask=inside, other=None if inside is None else other)
+        def option_row(ref: Any) -> Any:
+            if "part" in optional:
+                return optional["part"][0] * rows + row
+            return row if ref.shape[0] > 1 else 0
 
-        scores = read(logits_ref)
-        if "bias" in optional:
-            scores += read(optional["bias"])
-        if "temperature" in optional:
-            scores /= optional["temperature"][row]
-        if "mask" in optional:
-            scores = jnp.where(read(optional["mask"]), scores, -jnp.inf)
-        if inside is not None:
-            scores = jnp.where(inside, scores, -jnp.inf)
-        ids, keys = _largest(_keys(scores), expert, slot, slots)
-        filled = keys > CLOSED
+        def read(ref: Any, column: Array, exists: Any) -> Array:
+            """A number of each expert in the columns: of this row, or of the only one."""
+            index = row if ref is logits_ref else option_row(ref)
+            at = jnp.full(column.shape, index, jnp.int32), column
+            other = False if ref.dtype == jnp.bool_ else 0.0
+            return plt.load(ref.at[at], mask=exists, other=None if exists is None else other)
+
+        def score(column: Array, exists: Any) -> Array:
+            """Of the experts in the columns, whatever the mask says."""
+            found = read(logits_ref, column, exists)
+            if "bias" in optional:
+                found += read(optional["bias"], column, exists)
+            if "temperature" in optional:
+                found /= optional["temperature"][row]
+            return found
+
+        scores = score(expert, inside)
+        may = read(optional["mask"], expert, inside) if "mask" in optional else inside
+        if may is not None:
+            scores = jnp.where(may, scores, -jnp.inf)
+        keys = first = _keys(scores)
+        if "forced" in optional:
+            forced = read(optional["forced"], expert, inside)
+            first = jnp.where(forced if may is None else forced & may, FIRST, keys)
+        ids, found = _largest(first, expert, slot, slots)
+        filled = found > CLOSED
         if "limit" in optional:
             filled &= slot < optional["limit"][row]
         if "valid" in optional:
             filled &= optional["valid"][row]
-        largest = _number(jnp.max(keys))
-        strength = jnp.exp(_number(keys) - largest)
-        among = jnp.where(filled, strength, 0.0) if renormalise else jnp.exp(scores - largest)
-        weights = jnp.where(filled, strength / jnp.sum(among), 0.0)
-        at = jnp.full((width,), row, jnp.int32), slot
-        exists = None if width == slots else slot < slots
+        place = slot
+        if "forced" in optional:
+            found = _keys(jnp.where(filled, score(ids, filled), -jnp.inf))
+            place = _places(found, slot)
+        largest = _number(jnp.max(found if renormalise else keys))
+        strength = jnp.exp(_number(found) - largest)
+        among = (
+            jnp.where(filled, strength, 0.0) if renormalise else jnp.exp(_number(keys) - largest)
+        )
+        weights = strength / jnp.sum(among)
+        if "scale" in optional:
+            weights *= read(optional["scale"], ids, filled)
+        at = jnp.full((width,), row, jnp.int32), place
+        exists = None if width == slots else place < slots
         plt.store(refs[-2].at[at], jnp.where(filled, ids, experts), mask=exists)
-        plt.store(refs[-1].at[at], weights, mask=exists)
+        plt.store(refs[-1].at[at], jnp.where(filled, weights, 0.0), mask=exists)
 
     shape = rows, slots
     return tuple(
@@ -94,8 +122,16 @@ def _keys(scores: Float[Array, " e"]) -> Int[Array, " e"]:
 
 
 def _number(key: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The number of a key; NaN of one that is closed."""
-    return jax.lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+    """The number of a key; -infinity of one that is closed."""
+    number = jax.lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+    return jnp.where(key == CLOSED, -jnp.inf, number)
+
+
+def _places(keys: Int[Array, " a"], slot: Int[Array, " a"]) -> Int[Array, " a"]:
+    """Where each slot comes in order of falling keys; of equals the earlier first."""
+    earlier = (keys[None, :] == keys[:, None]) & (slot[None, :] < slot[:, None])
+    before = (keys[None, :] > keys[:, None]) | earlier
+    return jnp.sum(before.astype(jnp.int32), axis=1)
 
 
 def _largest(

@@ -44,6 +44,9 @@ def router(
     valid: Bool[Array, " M"] | None,
     limit: Int[Array, " M"] | None,
     temperature: Float[Array, " M"] | None,
+    forced: Bool[Array, "F E"] | None = None,
+    scale: Float[Array, "S E"] | None = None,
+    part: Int[Array, "1"] | None = None,
     *,
     slots: int,
     renormalise: bool,
@@ -57,7 +60,6 @@ def router(
         if config is None:
             config = config_for(current_target(), x, weight)
         logits = few_rows.product(x, weight, config)
-    ids, weights = top_k(
-        logits, bias, mask, valid, limit, temperature, slots=slots, renormalise=renormalise
-    )
+    options = bias, mask, valid, limit, temperature, forced, scale, part
+    ids, weights = top_k(logits, *options, slots=slots, renormalise=renormalise)
     return RouterOutput(ids, weights, logits)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, Token
@@ -176,6 +177,38 @@ def own_if_auto(dtype: KVCacheDType) -> str | None:
 def flag(name: str) -> str:
     """A field's name as a flag."""
     return "--" + name.replace("_", "-")
+
+
+@contextmanager
+def flags_of(**fields: str) -> Iterator[None]:
+    """Errors about a parameter name the flag that it comes from.
+
+    Args:
+        fields: parameter, the first word of an error about it, to the flag's field.
+
+    Raises:
+        RequestError: what is raised inside, its first word replaced.
+    """
+    try:
+        yield
+    except RequestError as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in fields:
+            raise
+        raise RequestError(f"{flag(fields[name])} {rest}") from None
+
+
+@contextmanager
+def about(*flags: str) -> Iterator[None]:
+    """Errors say which flags they are about.
+
+    Raises:
+        RequestError: what is raised inside, behind the flags.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{', '.join(flags)}: {error}") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

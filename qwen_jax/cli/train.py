@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from ..errors import RequestError
 from .console import Notes, accept_any_text, duration, size, table, write_json
 from .conversion import DEFAULT_SHARD_SIZE
-from .options import DType, Switch, Text, Whole
+from .options import DType, Switch, Text, Whole, about
 from .shape import parse_size
 from .train_source import Source, read_texts
 from .training import (
@@ -21,6 +21,7 @@ from .training import (
     RouterFlags,
     ScopeFlags,
     described,
+    mesh_of,
     step_bar,
     training_of,
 )
@@ -93,21 +94,21 @@ def train(
     notes = Notes(quiet=quiet)
     limit = parse_size(max_shard_size or DEFAULT_SHARD_SIZE, "--max-shard-size")
     _refuse_places(destination, checkpoints, save_every, resume=resume, dry_run=dry_run)
-    if look_every and held_out is None:
-        raise RequestError("--look-every needs --held-out FILE, the text to look at")
+    _refuse_looks(look_every, save_every, held_out)
     source = Source.open(model, weights, tokenizer, dtype)
     training = training_of(descent, routers, source.config, recompute=recompute)
     schedule, lora = descent.schedule(), scope.lora()
     data, watched = read_texts(source, text, held_out, descent)
+    batches = {"--batch-size": data.rows}
+    if watched:
+        batches["--held-out"] = watched[0].inputs.shape[0]
+    mesh = mesh_of(data_devices, expert_devices, source.config, batches)
     if dry_run or destination is None:
         rows = _plan(source, data, descent, scope, lora)
         write_json(rows) if json else print(table({k: str(v) for k, v in rows.items()}))
         return
-    from ..sharding import device_mesh
     from ..train.run import Run
 
-    devices = data_devices, expert_devices
-    mesh = None if devices == (1, 1) else device_mesh(*devices)
     trainer, parts = source.trainer(training, scope, lora, mesh)
     run = Run(
         trainer=trainer,
@@ -130,6 +131,15 @@ def train(
         f"{destination}: {size(nbytes)} after {schedule.steps} steps in "
         f"{duration(report['seconds'])}; {described(figures)}"
     )
+
+
+def _refuse_looks(look_every: int, save_every: int, held_out: str | None) -> None:
+    """Raise for a number of steps below 0, or nothing to look at."""
+    for name, value in {"--look-every": look_every, "--save-every": save_every}.items():
+        if value < 0:
+            raise RequestError(f"{name} is {value}; accepted is a whole number from 0 on")
+    if look_every and held_out is None:
+        raise RequestError("--look-every needs --held-out FILE, the text to look at")
 
 
 def _refuse_places(
@@ -170,9 +180,11 @@ def _plan(
 
     shapes: dict[str, Any] = dict(parameter_shapes(source.config))
     if lora is None:
-        trained = count(split(shapes, scope.only or ("*",)).trained)
+        with about("--only"):
+            trained = count(split(shapes, scope.only or ("*",)).trained)
     else:
-        trained = count(jax.eval_shape(lora.start, shapes, jax.random.key(0)))
+        with about("--lora-rank, --lora-targets"):
+            trained = count(jax.eval_shape(lora.start, shapes, jax.random.key(0)))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
     return {
         "model": f"{source.config.model_type}, {count(shapes):,} parameters",

@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
+from .options import about, flags_of
 from .training import DescentFlags, ScopeFlags, shape_of
 
 if TYPE_CHECKING:
@@ -36,13 +38,23 @@ class Source:
 
     @classmethod
     def open(cls, model: str, weights: str, tokenizer: str | None, dtype: str | None) -> Source:
-        """Read configuration and tokenizer; arguments are those of `train`."""
+        """Read configuration and tokenizer; arguments are those of `train`.
+
+        Raises:
+            RequestError: no model, or a shape where weights are due.
+            CheckpointError: there is no such folder.
+        """
         from ..config import QwenConfig
         from ..loading import find_folder, find_runnable
         from ..text import Tokenizer
 
         if not model.strip():
             raise RequestError("the model is empty; give a model folder, or demo")
+        if weights == "own" and model.lower() in PRESET_NAMES and not Path(model).exists():
+            raise RequestError(
+                f"{model} is a preset: a shape without weights. Accepted are a model folder, demo, "
+                "and organisation/name for a model on the Hub; with --weights new, a preset too"
+            )
         if weights == "own":
             folder = find_runnable(model)
             config, at = QwenConfig.from_hf(folder), folder
@@ -75,9 +87,11 @@ class Source:
             model = start
         parameters = parameters_of(start)
         if lora is None:
-            parts = split(parameters, scope.only or ("*",))
+            with about("--only"):
+                parts = split(parameters, scope.only or ("*",))
             return Trainer(model, training, mesh=mesh), parts
-        thin = lora.start(parameters, jax.random.key(training.seed))
+        with about("--lora-rank, --lora-targets"):
+            thin = lora.start(parameters, jax.random.key(training.seed))
         return Trainer(model, training, lora.merged, mesh), Split(thin, parameters)
 
     def write(
@@ -110,7 +124,11 @@ class Source:
 def read_texts(
     source: Source, names: tuple[str, ...], held_out: str | None, descent: DescentFlags
 ) -> tuple[Data, list[Batch]]:
-    """What is trained on, and what is looked at."""
+    """What is trained on, and what is looked at.
+
+    Raises:
+        RequestError: a text that is too short or cannot be read, or a number outside its range.
+    """
     from ..evaluate import read_documents
     from ..train import Data, held_out_batches, joined
 
@@ -126,7 +144,8 @@ def read_texts(
         found = [read_documents(path, source.tokenizer, config.vocab_size) for path in paths]
         return joined([document.tokens for part in found for document in part], end)
 
-    data = Data(tokens(*names), descent.batch_size, descent.window, descent.seed)
+    with flags_of(rows="batch_size", window="window", seed="seed"):
+        data = Data(tokens(*names), descent.batch_size, descent.window, descent.seed)
     if held_out is None:
         return data, []
     return data, held_out_batches(tokens(held_out), descent.batch_size, descent.window)

@@ -15,9 +15,11 @@ from ..config import QwenConfig
 from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
 from .console import Notes, duration
-from .options import MaybeFloat, MaybeWhole, Texts, Whole
+from .options import MaybeFloat, MaybeWhole, Texts, Whole, about, flag, flags_of
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from ..train import Schedule, Training
     from ..train.lora import Lora
 
@@ -56,11 +58,16 @@ class DescentFlags:
     seed: Whole = 0
 
     def schedule(self) -> Schedule:
-        """The rates of a run."""
+        """The rates of a run.
+
+        Raises:
+            RequestError: a number outside its range.
+        """
         from ..train import Schedule
 
         warmup = min(WARMUP, self.steps) if self.warmup is None else self.warmup
-        return Schedule(self.steps, self.learning_rate, warmup, self.final_rate)
+        with flags_of(steps="steps", rate="learning_rate", warmup="warmup", final="final_rate"):
+            return Schedule(self.steps, self.learning_rate, warmup, self.final_rate)
 
 
 @Parameter(name="*")
@@ -120,7 +127,8 @@ class ScopeFlags:
             raise RequestError("--only and --lora-rank exclude each other; give --lora-targets")
         given: dict[str, Any] = {"targets": self.lora_targets} if self.lora_targets else {}
         alpha = 16.0 if self.lora_alpha is None else self.lora_alpha
-        return Lora(rank=self.lora_rank, alpha=alpha, **given)
+        with flags_of(rank="lora_rank", alpha="lora_alpha"):
+            return Lora(rank=self.lora_rank, alpha=alpha, **given)
 
 
 def training_of(
@@ -136,7 +144,7 @@ def training_of(
 
     named = dataclasses.asdict(routers)
     if not config.is_moe and (given := [name for name, value in named.items() if value]):
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        flags = ", ".join(map(flag, given))
         raise RequestError(f"{flags}: the model is dense and has no routers; leave it out")
     balance = routers.balance
     if balance is None:
@@ -151,15 +159,51 @@ def training_of(
             f"--accumulate is {descent.accumulate}; accepted is a number from 1 on that divides "
             f"--batch-size, {descent.batch_size}"
         )
-    return Training(
-        AdamW(descent.weight_decay, descent.clip),
-        NextTokens(balance, routers.layer_balance, routers.router_z),
-        parts=descent.accumulate,
-        expert_dropout=routers.expert_dropout,
-        gradient_routing=GradientRouting(strength) if strength else None,
-        recompute=recompute,
-        seed=descent.seed,
-    )
+    with flags_of(balance="balance", layer_balance="layer_balance", router_z="router_z"):
+        objective = NextTokens(balance, routers.layer_balance, routers.router_z)
+    with flags_of(decay="weight_decay", clip="clip", strength="gradient_routing"):
+        return Training(
+            AdamW(descent.weight_decay, descent.clip),
+            objective,
+            parts=descent.accumulate,
+            expert_dropout=routers.expert_dropout,
+            gradient_routing=GradientRouting(strength) if strength else None,
+            recompute=recompute,
+            seed=descent.seed,
+        )
+
+
+def mesh_of(
+    data_devices: int, expert_devices: int, config: QwenConfig, batches: Mapping[str, int]
+) -> Mesh | None:
+    """The devices that share the work; None for one.
+
+    Args:
+        data_devices: for the rows of batches.
+        expert_devices: for the experts of a layer.
+        config: of the model.
+        batches: rows by the flag that they follow from.
+
+    Raises:
+        RequestError: more devices than there are, or what they cannot share evenly.
+    """
+    from ..sharding import device_mesh
+
+    with about("--data-devices, --expert-devices"):
+        mesh = device_mesh(data_devices, expert_devices)
+    for name, rows in batches.items():
+        if rows % data_devices:
+            raise RequestError(
+                f"--data-devices is {data_devices}, but {name} makes batches of {rows} windows; "
+                "accepted is a number that divides them"
+            )
+    if expert_devices > 1 and (not config.is_moe or config.num_experts % expert_devices):
+        has = f"{config.num_experts} experts" if config.is_moe else "no experts"
+        raise RequestError(
+            f"--expert-devices is {expert_devices}, but a layer has {has}; accepted is 1, or a "
+            "number that divides them"
+        )
+    return None if data_devices * expert_devices == 1 else mesh
 
 
 def shape_of(name: str) -> QwenConfig:

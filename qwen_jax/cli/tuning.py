@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -201,11 +202,11 @@ def cut_model(config: QwenConfig, layers: int | None) -> QwenConfig:
     return first_layers(config, layers)
 
 
-def known_entries(path: Path, kind: str) -> tuning.Table:
-    """What a file has already that counts here.
+def known_entries(path: Path, kind: str) -> dict[str, tuning.Table]:
+    """What a file has already, by version of JAX.
 
     Raises:
-        RequestError: there is a file, and it is no tuning file.
+        RequestError: there is a file, and it is no tuning file for this kind of device.
     """
     if not path.exists():
         return {}
@@ -213,18 +214,29 @@ def known_entries(path: Path, kind: str) -> tuning.Table:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RequestError(f"{path} is no tuning file ({error}); name another") from error
-    if not isinstance(content, dict) or not {"format", "entries"} <= content.keys():
-        raise RequestError(f"{path} is no tuning file, and is not overwritten; name another")
-    return content["entries"] if tuning.mismatch(content, kind) is None else {}
+    if (reason := tuning.mismatch(content, kind)) is not None:
+        raise RequestError(
+            f"{path} is not overwritten, as {reason}; name another file, or remove this one"
+        )
+    return content["jax"]
 
 
 def write(output: Path | None, entries: tuning.Table) -> Path:
-    """Write entries beside those that the file has already, if these count here."""
+    """Write entries beside those that the file has already, of other versions of JAX too.
+
+    A file that is not complete never has the final name.
+    """
     path, kind = _place(output), current_target().kind
-    known = known_entries(path, kind)
+    known, version = known_entries(path, kind), tuning.jax_version()
+    known[version] = tuning.merged(known.get(version, {}), entries)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = tuning.content_of(kind, tuning.merged(known, entries))
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        text = json.dumps(tuning.content_of(kind, known), indent=2)
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 

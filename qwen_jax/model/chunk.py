@@ -5,7 +5,7 @@ import dataclasses
 from jaxtyping import Array
 
 from ..pytree import pytree
-from .intervention import Intervention
+from .intervention import StepIntervention
 from .rope import Rotary
 from .routing import RouterContext
 
@@ -22,7 +22,7 @@ class Chunk:
         block_table: int32 [B, W], blocks of the cache that hold each sequence; None without a
             cache.
         tokens: int32 [B, T], ids; 0 at padding. None where a layer runs alone.
-        intervention: what an experiment changes in the routing; None for nothing.
+        intervention: what an experiment changes in the routing of the tokens; None for nothing.
         layer: static, number of the layer that sees it. Not the module's: equal layers share
             compiled functions.
     """
@@ -33,7 +33,7 @@ class Chunk:
     rotary: Rotary
     block_table: Array | None = None
     tokens: Array | None = None
-    intervention: Intervention | None = None
+    intervention: StepIntervention | None = None
     layer: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
@@ -50,5 +50,5 @@ class Chunk:
             tokens=self.tokens,
             positions=self.positions,
             layer=self.layer,
-            intervention=None if change is None else change.at(self.layer, self.positions),
+            intervention=None if change is None else change.of(self.layer),
         )

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from ..cache import LayerCache
@@ -18,6 +17,7 @@ from ..quant import QTensor
 from .attention import Attention
 from .chunk import Chunk
 from .delta_net import GatedDeltaNet
+from .inputs import check_lengths, check_tokens
 from .intervention import Intervention
 from .layers import MLP, Embedding, Linear, RMSNorm, project
 from .moe import SparseMoE
@@ -160,7 +160,8 @@ class CausalLM(nnx.Module):
         positions = jnp.where(offset < lengths[:, None], start[:, None] + offset, -1)
         tokens = jnp.where(positions >= 0, tokens, 0)
         tables = rotary(self.config, positions)
-        chunk = Chunk(start, lengths, positions, tables, block_table, tokens, intervention)
+        change = None if intervention is None else intervention.over(positions)
+        chunk = Chunk(start, lengths, positions, tables, block_table, tokens, change)
         x = self.embed_tokens(tokens)
         inputs, updated, routing = [], [], {}
         for i, layer in enumerate(self.layers):
@@ -181,7 +182,7 @@ class CausalLM(nnx.Module):
         """
         routers = self.routers()
         intervention.check_fits(self.config, routers, rows)
-        intervention.check_routers(routers)
+        intervention.check_routers(self.config, routers)
 
     def routers(self) -> dict[int, Any]:
         """Of the MoE layers, by number."""
@@ -241,45 +242,6 @@ class ForwardOutput:
         if capture == "none":
             return {}
         return {layer: choice.captured(capture) for layer, choice in self.routing.items()}
-
-
-def check_tokens(tokens: Array | np.ndarray, vocab_size: int) -> Array:
-    """Token ids as an int32 array; values are checked unless they are traced."""
-    if isinstance(tokens, Tracer):
-        return tokens
-    array = np.asarray(tokens)
-    if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
-        raise RequestError(
-            f"tokens: got an array of shape {array.shape} and dtype {array.dtype}; accepted are "
-            f"integer ids [B, T] "
-            "with at least one token; wrap a single prompt in a list"
-        )
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise RequestError(
-            f"tokens: id {wrong} is outside the vocabulary; accepted are 0 to {vocab_size - 1}"
-        )
-    return jnp.asarray(array, jnp.int32)
-
-
-def check_lengths(lengths: Array | np.ndarray | None, shape: tuple[int, ...]) -> Array:
-    """Lengths of rows of tokens [B, T] as an int32 array; values are checked unless traced."""
-    rows, width = shape
-    if lengths is None:
-        return jnp.full((rows,), width, jnp.int32)
-    if isinstance(lengths, Tracer):
-        return lengths
-    array = np.asarray(lengths)
-    if array.shape != (rows,) or array.dtype.kind not in "iu":
-        raise RequestError(
-            f"lengths: got an array of shape {array.shape} and dtype {array.dtype}; accepted are "
-            f"{rows} integers, one a row"
-        )
-    wrong = array[(array < 0) | (array > width)]
-    if wrong.size:
-        raise RequestError(f"lengths: {int(wrong[0])} is outside 0 to {width}, the tokens of a row")
-    return jnp.asarray(array, jnp.int32)
 
 
 @jax.jit(static_argnames=("capture", "output_hidden_states"))

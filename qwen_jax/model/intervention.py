@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
-from .routing import Routing, name_of, own_number
+from .layer_intervention import LayerIntervention
+from .routing import RouterContext, Routing, TopKRouter, name_of, own_number
 
-FORCING = 1e9
-"""Added to the scores of forced experts for the choice alone; their weights do not see it."""
+AT_ONCE = 64
+"""Most tokens whose fields are made for all layers at once."""
 
 NEUTRAL = {
     "banned": False,
@@ -47,14 +48,10 @@ class Ranged:
     start: Array
     stop: Array
 
-    def at(
-        self, index: int, positions: Int[Array, "B T"], neutral: float | int
-    ) -> Shaped[Array, "B T *e"]:
-        """The values of the layer at `index`; the neutral one outside their positions."""
-        values, start, stop = (
-            array[index][:, None] for array in (self.values, self.start, self.stop)
-        )
-        where = positions.reshape(*positions.shape, *[1] * (values.ndim - 2))
+    def over(self, positions: Int[Array, "B T"], neutral: float | int) -> Shaped[Array, "L B T *e"]:
+        """The values at positions; the neutral one where they are not in force."""
+        values, start, stop = (each[:, :, None] for each in (self.values, self.start, self.stop))
+        where = positions.reshape(1, *positions.shape, *[1] * (values.ndim - 3))
         inside = (where >= start) & (where < stop)
         return jnp.where(inside, values, jnp.asarray(neutral, values.dtype))
 
@@ -93,14 +90,16 @@ class Intervention:
     own: int = dataclasses.field(metadata={"static": True})
     slots: int = dataclasses.field(metadata={"static": True})
 
-    def at(self, layer: int, positions: Int[Array, "B T"]) -> "LayerIntervention":
-        """What it says of some tokens in a layer."""
-        index = self.layers.index(layer)
-        fields: dict[str, Any] = {
-            name: getattr(self, name).at(index, positions, neutral)
-            for name, neutral in NEUTRAL.items()
+    def over(self, positions: Int[Array, "B T"]) -> "StepIntervention":
+        """What it says of some tokens, in all layers."""
+        few = positions.size <= AT_ONCE
+        return StepIntervention(self, positions, self.fields(positions) if few else None)
+
+    def fields(self, positions: Int[Array, "B T"]) -> dict[str, Array]:
+        """Values at positions by the name of the field, [L, B, T, E] or [L, B, T]."""
+        return {
+            name: getattr(self, name).over(positions, neutral) for name, neutral in NEUTRAL.items()
         }
-        return LayerIntervention(**fields, slots=self.slots)
 
     def check_fits(self, config: QwenConfig, routers: Mapping[int, Any], rows: int) -> None:
         """Refuse an intervention that was made for another model or batch; shapes alone.
@@ -131,12 +130,13 @@ class Intervention:
                 f"{rows}"
             )
 
-    def check_routers(self, routers: Mapping[int, Any]) -> None:
-        """Refuse bias and temperature in layers whose router does not read them.
+    def check_routers(self, config: QwenConfig, routers: Mapping[int, Any]) -> None:
+        """Refuse bias and temperature where a router does not read them, and k beyond its slots.
 
         Values that are traced are not seen; there such a layer's output becomes NaN.
 
         Args:
+            config: the model's.
             routers: of the MoE layers, by number.
 
         Raises:
@@ -156,141 +156,63 @@ class Intervention:
                         "router that reads context.intervention itself says so with the attribute "
                         "`intervenes = True`"
                     )
+        if isinstance(self.limit.values, Tracer):
+            return
+        most = np.asarray(self.limit.values).max(axis=1)
+        for layer, k in zip(self.layers, most.tolist(), strict=True):
+            # The released rule gives as many as are asked for.
+            if k == 0 or isinstance(router := routers.get(layer), TopKRouter):
+                continue
+            if k > (slots := self._slots(layer, router, config)):
+                raise RequestError(
+                    f"the intervention gives tokens of layer {layer} {k} experts, but its router "
+                    f"{name_of(router)} has {slots} slots; lower k there, name other `layers`, or "
+                    "make the router with more"
+                )
+
+    def _slots(self, layer: int, router: Any, config: QwenConfig) -> int:
+        """How many experts a layer's router gives a token at most under this; shapes alone."""
+
+        def route(x: Array, mixed: Array, tokens: Array) -> Routing:
+            change = self.over(tokens).of(layer)
+            return router(x, RouterContext(tokens >= 0, mixed, tokens, tokens, layer, change))
+
+        shape = self.limit.values.shape[1], 1
+        x, mixed = (
+            jax.ShapeDtypeStruct((*shape, config.hidden_size), dtype)
+            for dtype in ("float32", config.dtype)
+        )
+        routing = jax.eval_shape(route, x, mixed, jax.ShapeDtypeStruct(shape, jnp.int32))
+        return routing.ids.shape[-1]
 
 
 @pytree
-class LayerIntervention:
-    """An `Intervention` in one layer at some tokens; see there.
+class StepIntervention:
+    """An `Intervention` at the tokens of a step.
+
+    Of few tokens, such as those of a decode step, the fields of all layers are made at once, so
+    that no layer has a launch of its own for them. Of many they are made layer by layer: they are
+    10 bytes an expert and token.
 
     Attributes:
-        banned: bool [B, T, E].
-        forced: bool [B, T, E].
-        bias: float32 [B, T, E].
-        scale: float32 [B, T, E].
-        limit: int32 [B, T].
-        temperature: float32 [B, T].
-        shared_logit: float32 [B, T].
-        slots: static, the most experts that a token may have.
+        whole: the intervention.
+        positions: int32 [B, T].
+        fields: see `Intervention.fields`; None of many tokens.
     """
 
-    banned: Array
-    forced: Array
-    bias: Array
-    scale: Array
-    limit: Array
-    temperature: Array
-    shared_logit: Array
-    slots: int = dataclasses.field(metadata={"static": True})
+    whole: Intervention
+    positions: Array
+    fields: dict[str, Array] | None
 
-    def scores(self, logits: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Logits with bias and temperature; -infinity where banned."""
-        scores = (logits + self.bias) / self.temperature[..., None]
-        return jnp.where(self.banned, -jnp.inf, scores)
-
-    def options_of_router(self, own: int) -> dict[str, Any]:
-        """For `pallas_kernels.router.router` over the flat tokens, of a router that takes `own`.
-
-        The weights of tokens with forced experts are for `reweighted` to make.
-        """
-        bias = self.bias + FORCING * self.forced.astype(jnp.float32)
-        # Bans need no mask of their own.
-        bias = jnp.where(self.banned, -jnp.inf, bias)
-        return {
-            "slots": max(own, self.slots),
-            "bias": bias.reshape(-1, bias.shape[-1]),
-            "limit": self.most(own).reshape(-1),
-            "temperature": self.temperature.reshape(-1),
-        }
-
-    def reweighted(self, routing: Routing, renormalise: bool) -> Routing:
-        """Weights that do not see `FORCING`, where experts are forced; in falling order again."""
-        assert routing.logits is not None
-        scores, filled = self.scores(routing.logits), routing.ids < self.bias.shape[-1]
-        taken = jnp.where(filled, at_slots(scores, routing.ids, 0.0), -jnp.inf)
-        among = taken if renormalise else scores
-        # Nothing of a token without experts may make NaN of a gradient.
-        among = jnp.where(jnp.any(filled, axis=-1, keepdims=True), among, 0.0)
-        total = jax.nn.logsumexp(among, axis=-1, keepdims=True)
-        weights = jnp.where(filled, jnp.exp(jnp.where(filled, taken, 0.0) - total), 0.0)
-        made = in_order(dataclasses.replace(routing, weights=weights), weights)
-        applies = jnp.any(self.forced, axis=-1)[..., None]
-        return dataclasses.replace(
-            routing,
-            ids=jnp.where(applies, made.ids, routing.ids),
-            weights=jnp.where(applies, made.weights, routing.weights),
-        )
-
-    def most(self, own: int) -> Int[Array, "B T"]:
-        """How many experts a token takes where a router by itself takes `own`."""
-        return jnp.where(self.limit == 0, own, self.limit)
-
-    def scaled(self, routing: Routing) -> Routing:
-        """The routing with scaled weights."""
-        return dataclasses.replace(
-            routing, weights=routing.weights * at_slots(self.scale, routing.ids, 1.0)
-        )
-
-    def imposed(self, routing: Routing) -> Routing:
-        """Bans, forced experts and k, on what a router chose that knows nothing of them.
-
-        A banned expert's slot becomes empty, and of the others the first k are kept. A forced
-        expert that was not chosen takes the place, and the weight, of the last that is not forced;
-        an empty place among the k is taken first, with the weight 1 / slots. Where bias or
-        temperature is set, weights are NaN: they cannot be imposed.
-        """
-        experts, slots = self.bias.shape[-1], routing.ids.shape[-1]
-        ids = jnp.where(at_slots(self.banned, routing.ids, False), experts, routing.ids)
-        filled = (ids < experts).astype(jnp.float32)
-        routing = in_order(dataclasses.replace(routing, ids=ids), filled)
-        place = jnp.arange(slots, dtype=jnp.int32)[None, None, :] < self.most(slots)[..., None]
-        ids = jnp.where(place, routing.ids, experts)
-        weights = jnp.where(ids < experts, routing.weights, 0.0)
-        routing = dataclasses.replace(routing, ids=ids, weights=weights)
-        routing = self._with_forced(routing, place)
-        foreign = jnp.any(self.bias != 0, axis=-1) | (self.temperature != 1)
-        weights = jnp.where(foreign[..., None], jnp.nan, routing.weights)
-        return dataclasses.replace(routing, weights=weights)
-
-    def _with_forced(self, routing: Routing, place: Bool[Array, "B T A"]) -> Routing:
-        ids, weights = routing.ids, routing.weights
-        experts, slots = self.forced.shape[-1], ids.shape[-1]
-        numbers = jnp.arange(experts, dtype=jnp.int32)[None, None, None, :]
-        chosen = jnp.any(ids[..., None] == numbers, axis=-2)
-        missing = self.forced & ~chosen
-        # The n-th missing expert goes to the n-th free place, counted from the last.
-        free = place & ~at_slots(self.forced, routing.ids, False)
-        open_places = jnp.flip(jnp.cumsum(jnp.flip(free, -1).astype(jnp.int32), axis=-1), -1)
-        number = jnp.cumsum(missing.astype(jnp.int32), axis=-1)
-        match = missing[..., None, :] & (number[..., None, :] == open_places[..., None])
-        match = match & free[..., None]
-        takes = jnp.any(match, axis=-1)
-        newcomer = jnp.argmax(match, axis=-1).astype(jnp.int32)
-        weights = jnp.where(takes & (ids == experts), 1 / slots, weights)
-        return dataclasses.replace(routing, ids=jnp.where(takes, newcomer, ids), weights=weights)
-
-
-def at_slots(
-    values: Shaped[Array, "B T E"], ids: Int[Array, "B T A"], neutral: float | int
-) -> Shaped[Array, "B T A"]:
-    """The values of chosen experts; the neutral one in empty slots."""
-    experts = values.shape[-1]
-    found = jnp.take_along_axis(values, jnp.clip(ids, 0, experts - 1), axis=-1)
-    filled = (ids >= 0) & (ids < experts)
-    return jnp.where(filled, found, jnp.asarray(neutral, values.dtype))
-
-
-def in_order(routing: Routing, key: Float[Array, "B T A"]) -> Routing:
-    """The slots in order of a falling key; of equals, as they were."""
-    slot = jnp.arange(key.shape[-1], dtype=jnp.int32)
-    other, own = key[:, :, None, :], key[..., None]
-    earlier = slot[None, None, None, :] < slot[None, None, :, None]
-    rank = jnp.sum(((other > own) | ((other == own) & earlier)).astype(jnp.int32), axis=-1)
-    to = rank[..., None] == slot[None, None, None, :]
-    return dataclasses.replace(
-        routing,
-        ids=jnp.sum(jnp.where(to, routing.ids[..., None], 0), axis=-2),
-        weights=jnp.sum(jnp.where(to, routing.weights[..., None], 0.0), axis=-2),
-    )
+    def of(self, layer: int) -> LayerIntervention:
+        """What it says in one layer."""
+        index, fields = self.whole.layers.index(layer), self.fields
+        if fields is None:
+            one = jax.tree.map(lambda array: array[index : index + 1], self.whole)
+            index, fields = 0, one.fields(self.positions)
+        own = {name: fields[name][index] for name in ("limit", "temperature", "shared_logit")}
+        stacks = {name: each for name, each in fields.items() if name not in own}
+        return LayerIntervention(stacks, **own, index=index, slots=self.whole.slots)
 
 
 def sparse_layers(config: QwenConfig) -> tuple[int, ...]:

@@ -147,17 +147,18 @@ class SparseMoE(nnx.Module):
 
     def _route(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
         """The router's choice, and what an intervention makes of it."""
+        if type(self.gate) is TopKRouter:
+            # All in the launch that chooses.
+            return self.gate.route(x, context, scaled=True)
         experts = self.num_experts
         routing, change = self.gate(x, context), context.intervention
-        # The model's own has done this already, in the same launch.
-        if type(self.gate) is not TopKRouter:
-            check_shapes(self.gate, routing, x.shape[:2], experts)
-            routing = without_padding(routing, context.valid, experts)
+        check_shapes(self.gate, routing, x.shape[:2], experts)
+        routing = without_padding(routing, context.valid, experts)
         if change is None:
             return routing
         if not getattr(self.gate, "intervenes", False):
             routing = without_padding(change.imposed(routing), context.valid, experts)
-        return change.scaled(routing)
+        return change.scaled(change.within(routing))
 
     def _all_ours(self) -> bool:
         """Whether nothing stands in the place of experts."""

@@ -106,11 +106,15 @@ class TopKRouter(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "B T D"], context: RouterContext) -> Routing:
+        return self.route(x, context, scaled=False)
+
+    def route(self, x: Float[Array, "B T D"], context: RouterContext, *, scaled: bool) -> Routing:
+        """The routing; with an intervention's factors in the weights if `scaled`."""
         batch, tokens, width = x.shape
         change = context.intervention
         options: dict[str, Any] = {"slots": self.chosen}
         if change is not None:
-            options = change.options_of_router(self.chosen)
+            options = change.options_of_router(self.chosen, scaled=scaled)
         flat = router(
             x.reshape(-1, width),
             self.weight[...],
@@ -119,9 +123,7 @@ class TopKRouter(nnx.Module):
             implementation=self.implementation,
             **options,
         )
-        ids, weights, logits = (array.reshape(batch, tokens, -1) for array in flat)
-        routing = Routing(ids, weights, logits)
-        return routing if change is None else change.reweighted(routing, self.renormalise)
+        return Routing(*(array.reshape(batch, tokens, -1) for array in flat))
 
 
 def without_padding(routing: Routing, valid: Bool[Array, "B T"], experts: int) -> Routing:

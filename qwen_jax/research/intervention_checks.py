@@ -9,7 +9,7 @@ from ..model import Intervention
 from ..model.intervention import Ranged
 
 LARGEST = 1e6
-"""Of biases, factors and temperatures; forced experts stay before all others up to it."""
+"""Of biases, factors and temperatures."""
 
 
 def check(intervention: Intervention) -> Intervention:

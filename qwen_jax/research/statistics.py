@@ -158,9 +158,12 @@ def specialisation(table: Int[np.ndarray, "C E"]) -> tuple[Float[np.ndarray, " E
 
 
 def agreement(one: RoutingTrace, other: RoutingTrace) -> Float[np.ndarray, " L"]:
-    """For each layer the share of a token's choices in one run that it makes in another too.
+    """For each layer the share of two runs' choices that tokens make in both.
 
-    Of two models of one architecture, or of one model in two dtypes, over the same tokens.
+    Of two models of one architecture, or of one model in two dtypes, over the same tokens. It is
+    twice the choices made in both over all choices of the two, so the order of the runs does not
+    matter. Where both take k experts a token, that is the share of the k in common; where one takes
+    k, and the other these and more, m in all, 2 k / (k + m). 0 without any choice.
 
     Raises:
         RequestError: traces of other models or tokens.
@@ -170,8 +173,8 @@ def agreement(one: RoutingTrace, other: RoutingTrace) -> Float[np.ndarray, " L"]
     for index, layer in enumerate(one.layers):
         first, second = one[layer].ids, other[layer].ids
         real = first < one.experts
-        kept[index] = (real & (first[:, :, None] == second[:, None, :]).any(-1)).sum()
-        chosen[index] = real.sum()
+        kept[index] = 2 * (real & (first[:, :, None] == second[:, None, :]).any(-1)).sum()
+        chosen[index] = real.sum() + (second < other.experts).sum()
     return kept / np.maximum(chosen, 1)
 
 

@@ -185,6 +185,8 @@ def load_trace(path: str | Path, config: QwenConfig | None = None) -> RoutingTra
     Raises:
         RequestError: no such file, one that is no trace or is damaged, or another model's trace.
     """
+    if Path(path).is_dir():
+        raise RequestError(f"{path} is a folder; give the file in it that save_trace wrote")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}

@@ -83,20 +83,35 @@ class Preference:
     rejected: Sequence[int]
 
 
-def rows_of(preferences: Sequence[Preference], window: int) -> tuple[Batch, Batch]:
+def rows_of(preferences: Sequence[Preference], window: int, vocab_size: int) -> tuple[Batch, Batch]:
     """The rows of `Pairs`, chosen and rejected.
 
     Args:
         preferences: B of them.
         window: inputs of a row; shorter ones are padded.
+        vocab_size: V, the model's.
 
     Raises:
-        RequestError: none, an empty prompt or answer, or one that is too long.
+        RequestError: none, an empty prompt or answer, one that is too long, or what is no id from 0
+            to V - 1: names the preference (from 0), its part and the place there.
     """
     if not preferences:
         raise RequestError("there are no preferences; give at least one")
+    for number, preference in enumerate(preferences):
+        _check_ids(number, preference, vocab_size)
     chosen = _rows([(p.prompt, p.chosen) for p in preferences], window)
     return chosen, _rows([(p.prompt, p.rejected) for p in preferences], window)
+
+
+def _check_ids(number: int, preference: Preference, vocab_size: int) -> None:
+    for part in ("prompt", "chosen", "rejected"):
+        for place, value in enumerate(getattr(preference, part)):
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or not 0 <= value < vocab_size:
+                raise RequestError(
+                    f"preference {number}, {part}, token {place} is {value!r}; accepted are ids "
+                    f"from 0 to {vocab_size - 1}: encode it with the model's tokenizer"
+                )
 
 
 def _rows(both: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> Batch:
@@ -105,7 +120,7 @@ def _rows(both: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> B
     lengths = np.zeros(len(both), np.int32)
     for row, (prompt, answer) in enumerate(both):
         length = len(prompt) + len(answer)
-        if not prompt or not answer or length > window + 1:
+        if not len(prompt) or not len(answer) or length > window + 1:
             raise RequestError(
                 f"preference {row} has a prompt of {len(prompt)} and an answer of {len(answer)} "
                 f"tokens; accepted is at least one of each, and {window + 1} in all"

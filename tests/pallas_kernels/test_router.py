@@ -28,14 +28,18 @@ def choice(logits, options, slots: int, *, renormalise: bool):
             "temperature", 1
         )
         score[~given.get("mask", np.full(experts, True))] = -np.inf
+        forced = given.get("forced", np.full(experts, False))
         filled = min(slots, np.sum(score > -np.inf), max(0, given.get("limit", slots)))
         if filled == 0 or not given.get("valid", True):
             continue
         p = np.exp(score - score.max())
         p /= p.sum()
-        chosen = sorted(range(experts), key=lambda expert: (-score[expert], expert))[:filled]
+        open_ones = np.flatnonzero(score > -np.inf)
+        chosen = sorted(open_ones, key=lambda e: (not forced[e], 0 if forced[e] else -score[e], e))
+        chosen = sorted(chosen[:filled], key=lambda expert: (-score[expert], expert))
         ids[row, :filled] = chosen
         weights[row, :filled] = p[chosen] / (p[chosen].sum() if renormalise else 1)
+        weights[row, :filled] *= given.get("scale", np.ones(experts))[chosen]
     return ids, weights
 
 
@@ -62,11 +66,22 @@ def arguments(spec: Spec) -> list[jax.Array | None]:
         valid,
         rng.integers(-1, spec.slots + 3, rows),
         2.0 ** rng.integers(-1, 2, rows),
+        rng.random((rows, experts)) < 2 / experts,
+        rng.integers(0, 5, (rows, experts)) / 4,
+        [1],
     ]
     return [
-        None if shape is None else jnp.asarray(np.asarray(value)[: shape.shape[0]], shape.dtype)
+        None if shape is None else jnp.asarray(_of_shape(np.asarray(value), shape), shape.dtype)
         for shape, value in zip(spec.arguments(), values, strict=True)
     ]
+
+
+def _of_shape(value: np.ndarray, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    """The first rows; or, of several calls, between rows that are odd or not what is asked for."""
+    if shape.shape[0] <= len(value):
+        return value[: shape.shape[0]]
+    others = 1 - value.astype(np.int32) if value.dtype == bool else np.full(value.shape, np.nan)
+    return np.concatenate([others, value, others])
 
 
 def check(spec: Spec, implementation: str | None, config: Config | None = None):
@@ -80,6 +95,9 @@ def check(spec: Spec, implementation: str | None, config: Config | None = None):
     np.testing.assert_array_equal(output.logits, x @ weight.T)
     options = dict(zip(OPTIONS, arrays[2:], strict=True))
     options = {name: np.asarray(a) for name, a in options.items() if a is not None}
+    if options.pop("part", None) is not None:
+        mine = slice(spec.rows, 2 * spec.rows)
+        options |= {name: a[mine] for name, a in options.items() if a.ndim == 2}
     ids, weights = choice(x @ weight.T, options, spec.slots, renormalise=spec.renormalise)
     np.testing.assert_array_equal(output.ids, ids)
     np.testing.assert_allclose(output.weights, weights, 1e-5, 1e-12)
@@ -88,10 +106,12 @@ def check(spec: Spec, implementation: str | None, config: Config | None = None):
 CASES = {
     "one row": Spec(1, 64, 8, 3, given=()),
     "60 experts": Spec(13, 600, 60, 4, renormalise=False, given=OPTIONS),
-    "one row of options": Spec(5, 300, 37, 5, given=OPTIONS, shared_row=True),
+    "one row of options": Spec(5, 300, 37, 5, given=OPTIONS[:-1], shared_row=True),
     "all experts, float32": Spec(3, 301, 7, 7, "bfloat16", "float32", given=("mask", "limit")),
     "one expert": Spec(3, 5, 1, 1),
     "many rows": Spec(FEW_ROWS + 6, 32, 12, 3, given=("valid", "bias")),
+    "forced": Spec(6, 90, 21, 5, given=("valid", "forced", "scale")),
+    "forced, not renormalised": Spec(6, 90, 16, 4, renormalise=False, given=("mask", "forced")),
 }
 
 
@@ -155,7 +175,7 @@ def test_logits_on_a_gpu_are_products_in_float32(name):
     np.testing.assert_allclose(output.weights, weights, 1e-5)
 
 
-def odd(implementation: str, bias: list[float], **settings) -> RouterOutput:
+def odd(implementation: str, bias: list[float], **settings: Any) -> RouterOutput:
     """Of logits 0, 1, 2, 3 and a bias."""
     with interpreted():
         return router(
@@ -193,6 +213,26 @@ def test_an_expert_at_minus_infinity_is_not_chosen(implementation):
     output = odd(implementation, [0, -np.inf, -np.inf, 0], slots=4)
     assert output.ids.tolist() == [[3, 0, 4, 4]]
     np.testing.assert_allclose(output.weights, [[1 / (1 + np.exp(-3)), 1 / (1 + np.exp(3)), 0, 0]])
+
+
+@BOTH
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_forced_expert_is_chosen_whatever_its_score_but_not_against_the_mask(
+    implementation, renormalise
+):
+    """One of -infinity has weight 0 behind the others; scores far apart leave no NaN."""
+    options = {
+        "forced": jnp.asarray([[True, True, True, False]]),
+        "mask": jnp.asarray([[True, False, True, True]]),
+        "renormalise": renormalise,
+    }
+    output = odd(implementation, [-np.inf, 0, -200, 0], slots=2, **options)
+    assert output.ids.tolist() == [[2, 0]]
+    np.testing.assert_array_equal(output.weights, [[renormalise, 0]])
+    output = odd(implementation, [-np.inf, np.nan, 0, 0], slots=3, **options)
+    assert output.ids.tolist() == [[3, 2, 0]]
+    total = 1 + np.exp(-1)
+    np.testing.assert_allclose(output.weights, [[1 / total, np.exp(-1) / total, 0]], 1e-6)
 
 
 @BOTH
@@ -291,6 +331,13 @@ def test_refusals_of_the_kernels(changes, reason):
     assert any(reason in said for said in choice.refused["triton"])
 
 
+def test_options_of_several_calls_have_rows_for_each():
+    arrays = jnp.ones((2, 3)), jnp.ones((4, 3))
+    options = {"part": jnp.ones((1,), jnp.int32), "bias": jnp.zeros((3, 4))}
+    with pytest.raises(ExceptionGroup, match="bias has 3 rows; accepted with a part are multiples"):
+        router(*arrays, slots=2, renormalise=True, **options)
+
+
 @pytest.mark.parametrize("slots", [0, 5])
 def test_slots_that_have_no_meaning(slots):
     with pytest.raises(ExceptionGroup, match=f"slots is {slots}; accepted is 1 to 4"):
@@ -310,6 +357,9 @@ def test_slots_that_have_no_meaning(slots):
         ("valid", (2,), "float32", "valid is float32; accepted is bool"),
         ("limit", (1,), "int32", r"limit is \[M\] = \[1\], but M is 2"),
         ("limit", (2,), "float32", "limit is float32; accepted is int32"),
+        ("forced", (3, 4), "bool", "forced has 3 rows; accepted is 1, or 2"),
+        ("scale", (1, 4), "bfloat16", "scale is bfloat16; accepted is float32"),
+        ("part", (2,), "int32", r"part has shape \[2\]; accepted is \[1\]"),
     ],
 )
 def test_options_that_have_no_meaning(option, shape, dtype, reason):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def own_folder(monkeypatch, tmp_path):
 
 
 def write(folder: Path, written: Any, **changes: Any) -> None:
-    content = tuning.content_of(H200.kind, written) | changes
+    content = tuning.content_of(H200.kind, {tuning.jax_version(): written}) | changes
     (folder / tuning.file_name(H200.kind)).write_text(json.dumps(content))
 
 
@@ -76,7 +77,7 @@ def test_every_call_has_a_key_and_other_configurations(operation):
         for config in decision.others:
             # Fields that JSON can hold, and the same again from them.
             fields = json.loads(json.dumps(tuning.as_fields(config)))
-            assert tuning._built(kernel, "", fields, (type(config),)) == config
+            assert tuning.built(fields, (type(config),)) == config
 
 
 @pytest.mark.parametrize("path", PACKAGED, ids=lambda path: path.stem)
@@ -89,11 +90,18 @@ def test_packaged_entries_have_a_meaning_and_differ_from_known_heuristics(path):
     for (kernel, _), decision in known.items():
         for config in (decision.heuristic, *decision.others):
             kinds.setdefault(kernel, {})[type(config).__name__] = type(config)
-    for kernel, shapes in content["entries"].items():
-        for key, entry in shapes.items():
-            config = tuning._built(kernel, key, entry["config"], tuple(kinds[kernel].values()))
-            if content["device"] == H200.kind and (kernel, key) in known:
-                assert config != known[kernel, key].heuristic
+    assert tuning.mismatch(content, content["device"]) is None
+    entries = [
+        (kernel, key, entry)
+        for of_version in content["jax"].values()
+        for kernel, shapes in of_version.items()
+        for key, entry in shapes.items()
+    ]
+    assert entries
+    for kernel, key, entry in entries:
+        config = tuning.built(entry["config"], tuple(kinds[kernel].values()))
+        if content["device"] == H200.kind and (kernel, key) in known:
+            assert config != known[kernel, key].heuristic
 
 
 def test_the_packages_entry_counts_for_its_version_alone(own_folder, monkeypatch):
@@ -125,10 +133,11 @@ def test_a_users_entry_goes_before_the_heuristic(operation, own_folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"jax": "0.1"}, "its jax is '0.1'"),
+        ({"jax": {"0.1": {}, "0.2": {}}}, "it is for jax 0.1, 0.2, and this is 0."),
+        ({"jax": "0.1"}, 'its "jax" is not entries by version'),
+        ({"jax": {"0.1": {"rms_norm": {"k": 3}}}}, 'its "jax" is not entries by version'),
         ({"device": "NVIDIA A10"}, "its device is 'NVIDIA A10', and here it is 'NVIDIA H200'"),
-        ({"format": 2}, "its format is 2"),
-        ({"entries": []}, "it is no tuning file"),
+        ({"format": 1}, "its format is 1, and here it is 2"),
     ],
 )
 def test_files_of_others_are_left_aside_with_a_word(own_folder, changes, words):
@@ -144,12 +153,49 @@ def test_a_broken_file_is_left_aside(own_folder):
         tuning.table(H200.kind)
 
 
-@pytest.mark.parametrize("config", [None, {}, {"kind": "Cut"}, {"kind": "Config", "size": 3}])
-def test_a_meaningless_entry_is_an_error(own_folder, config):
+FIELDS = {"kind": "Config", "rows": 2, "num_warps": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "its config is None; accepted are the fields of Config"),
+        ({}, "its config is {}; accepted are the fields of Config"),
+        ({"kind": "Cut"}, "accepted are the fields of Config"),
+        ({"kind": "Config", "size": 3}, "accepted are the fields rows, num_warps"),
+        ({"kind": "Config", "rows": 2}, "accepted are the fields rows, num_warps"),
+        (FIELDS | {"rows": "2"}, "its field rows is '2', which is no int"),
+        (FIELDS | {"rows": 2.0}, "its field rows is 2.0, which is no int"),
+        (FIELDS | {"num_warps": True}, "its field num_warps is True, which is no int"),
+        (FIELDS | {"num_warps": {"rows": 2}}, "its field num_warps is {'rows': 2}, which"),
+    ],
+)
+def test_a_meaningless_entry_is_an_error_that_names_the_file(own_folder, config, words):
     [(kernel, key), decision] = next(iter(decisions("rms_norm").items()))
+    write(own_folder, {kernel: {key: {"config": FIELDS}}})
+    assert tuning.decide(kernel, H200, key, decision.heuristic, tuple).rows == 2
+    tuning.table.cache_clear()
     write(own_folder, {kernel: {key: {"config": config}}})
-    with pytest.raises(tuning.TuningError, match="accepted are the fields of Config"):
+    with pytest.raises(tuning.TuningError, match=re.escape(words)) as caught:
         tuning.decide(kernel, H200, key, decision.heuristic, tuple)
+    file = own_folder / tuning.file_name(H200.kind)
+    assert str(caught.value).startswith(f"{file}: the entry of rms_norm for {key!r}")
+
+
+def test_parts_of_an_entry_have_types_too():
+    """Experts of few tokens have a cut for each of two launches."""
+    config = next(
+        d.heuristic
+        for d in decisions("expert_dispatch").values()
+        if type(d.heuristic).__name__ == "FewTokens"
+    )
+    fields = tuning.as_fields(config)
+    for part, words in (
+        ("two", "its config has 'two' for a Cut"),
+        (fields["down"] | {"units": "64"}, "its field units is '64', which is no int"),
+    ):
+        with pytest.raises(tuning.TuningError, match=words):
+            tuning.built(fields | {"down": part}, (type(config),))
 
 
 def test_a_call_is_traced_again_with_what_is_tried(own_folder):

@@ -73,14 +73,17 @@ class CapacityRouter(nnx.Module):
         batch, tokens, experts = scores.shape
 
         def serve(load: Int[Array, " E"], at: Int[Array, ""]) -> tuple[Array, Array]:
-            token = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[at], context_parts)
-            one = jax.tree.map(lambda leaf: leaf[None, None], token)
+            change = context.intervention
+            one = dataclasses.replace(
+                context,
+                valid=context.valid.reshape(-1)[at][None, None],
+                intervention=None if change is None else change.token(at),
+            )
             room = (load < self.capacity)[None, None]
             row = jnp.where(room, scores.reshape(-1, experts)[at][None, None], -jnp.inf)
-            ids = largest(row, dataclasses.replace(context, **one), self.inner.chosen)[0, 0]
+            ids = largest(row, one, self.inner.chosen)[0, 0]
             return load.at[ids].add(1, mode="drop"), ids
 
-        context_parts = {"valid": context.valid, "intervention": context.intervention}
         numbers = jnp.arange(batch * tokens, dtype=jnp.int32)
         _, ids = jax.lax.scan(serve, jnp.zeros((experts,), jnp.int32), numbers)
         ids = ids.reshape(batch, tokens, -1)

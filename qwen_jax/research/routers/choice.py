@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
-from ...model.intervention import FORCING, at_slots, in_order
+from ...model.layer_intervention import at_slots, in_order
 
 
 def products(x: Float[Array, "B T D"], weight: Float[Array, "E D"]) -> Float[Array, "B T E"]:
@@ -41,19 +41,20 @@ def largest(
 ) -> Int[Array, "B T A"]:
     """The experts of the k largest scores of each token, in falling order; of equals the lower id.
 
-    Forced experts come first, banned ones never. Slots behind the k, of padding and of scores of
-    -infinity are empty.
+    Forced experts come first, in order of their ids, and banned ones never. Slots behind the k, of
+    padding and of scores of -infinity are empty.
 
     Args:
-        scores: float32; NaN is not accepted.
+        scores: float32; NaN ranks as +infinity, as in the released rule.
         context: with valid tokens and an intervention, whose number of experts replaces k.
         k: experts a token.
         bound: most slots, whatever an intervention says; none if None.
     """
     experts, change, slots = scores.shape[-1], context.intervention, k
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     if change is not None:
         scores = jnp.where(change.banned, -jnp.inf, scores)
-        scores = scores + FORCING * change.forced.astype(jnp.float32)
+        scores = jnp.where(change.forced & (scores > -jnp.inf), jnp.inf, scores)
         slots = max(k, change.slots)
     slots = slots if bound is None else min(slots, bound)
     best, ids = jax.lax.top_k(jax.lax.stop_gradient(scores), slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, UInt
 
 from ...errors import RequestError
@@ -16,11 +17,14 @@ class HashRouter:
     """The same k experts for a token's id wherever it stands, in each layer others; weights 1 / k.
 
     Raises:
-        RequestError: k outside 1 to E, or at a call without token ids.
+        RequestError: k outside 1 to E, a seed outside 0 to 2^32 - 1, or at a call without token
+            ids.
     """
 
     def __init__(self, experts: int, k: int, *, seed: int = 0):
-        self.experts, self.k, self.seed = experts, checked_k(k, experts), seed
+        if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+            raise RequestError(f"seed is {seed!r}; accepted is a whole number from 0 to 2^32 - 1")
+        self.experts, self.k, self.seed = experts, checked_k(k, experts), int(seed)
 
     def __hash__(self) -> int:
         return hash((type(self), self.experts, self.k, self.seed))
@@ -36,7 +40,7 @@ class HashRouter:
         """What a token's experts depend on."""
         if context.tokens is None:
             raise RequestError("this router needs token ids, which a layer alone does not have")
-        return mixed(context.tokens.astype(jnp.uint32), 31 * self.seed + context.layer)
+        return mixed(context.tokens.astype(jnp.uint32), self.seed, context.layer)
 
     def routing(self, key: UInt[Array, "B T"], context: RouterContext) -> Routing:
         """The experts of hashes."""
@@ -55,9 +59,20 @@ def distinct(key: UInt[Array, "B T"], experts: int, k: int) -> Int[Array, "B T k
     return ((first[..., None] + step[..., None] * number) % jnp.uint32(experts)).astype(jnp.int32)
 
 
-def mixed(key: UInt[Array, "B T"], salt: int) -> UInt[Array, "B T"]:
-    """A hash of 32 bits: multiply and shift, with the constants of MurmurHash3's finaliser."""
-    key = key + jnp.uint32((salt * 0x9E3779B1 + 0x7F4A7C15) % 2**32)
+def mixed(key: UInt[Array, "B T"], *salts: int) -> UInt[Array, "B T"]:
+    """A hash of 32 bits of numbers and salts.
+
+    Each salt is added to what was hashed before it, so that none can make up for another one: no
+    seed and layer are alike to others.
+    """
+    key = _finalised(key)
+    for salt in salts:
+        key = _finalised(key + jnp.uint32((salt * 0x9E3779B1 + 0x7F4A7C15) % 2**32))
+    return key
+
+
+def _finalised(key: UInt[Array, "B T"]) -> UInt[Array, "B T"]:
+    """Multiply and shift, with the constants of MurmurHash3's finaliser."""
     key = (key ^ (key >> 16)) * jnp.uint32(0x85EBCA6B)
     key = (key ^ (key >> 13)) * jnp.uint32(0xC2B2AE35)
     return key ^ (key >> 16)

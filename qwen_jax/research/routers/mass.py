@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
-from ...model.intervention import at_slots
+from ...model.layer_intervention import at_slots
 from ...model.routing import TopKRouter
 from .choice import changed, shared_out
 

@@ -17,5 +17,4 @@ class RandomRouter(HashRouter):
 
     def key(self, context: RouterContext) -> UInt[Array, "B T"]:
         """What a token's experts depend on."""
-        where = mixed(context.positions.astype(jnp.uint32), 17)
-        return mixed(super().key(context) ^ where, 31 * self.seed + context.layer)
+        return mixed(super().key(context) ^ mixed(context.positions.astype(jnp.uint32), 17))

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Real
 
 from ...model import RouterContext, Routing
-from ...model.intervention import at_slots
+from ...model.layer_intervention import at_slots
 from .choice import changed, checked_k, largest, products, sorted_routing
 
 

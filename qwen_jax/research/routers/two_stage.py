@@ -25,7 +25,7 @@ class TwoStageRouter(nnx.Module):
         weights    = softmax over the k chosen
 
     An intervention's bias and temperature count in both stages; a forced expert passes the filter,
-    and a token's own number of experts is at most the number of candidates.
+    and a token can be given as many experts as there are candidates.
 
     Attributes:
         filter_in: W_in [h, D].

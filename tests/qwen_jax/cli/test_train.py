@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 import qwen_jax
+from qwen_jax.cli.training import mesh_of
+from qwen_jax.config import QwenConfig
+from qwen_jax.errors import RequestError
 from qwen_jax.train import parameters_of
 from tests.qwen_jax.cli.conftest import Outcome
 
@@ -99,21 +103,36 @@ def test_a_plan(train):
     [
         ((), "no destination"),
         (("OUT", "--resume"), "--resume needs --checkpoints"),
-        (("OUT", "--steps", "0"), "steps is 0"),
-        (("OUT", "--lr", "-1"), "rate is -1"),
-        (("OUT", "--balance", "-1"), "balance is -1"),
+        (("OUT", "--steps", "0"), "--steps is 0"),
+        (("OUT", "--lr", "-1"), "--learning-rate is -1"),
+        (("OUT", "--balance", "-1"), "--balance is -1"),
         (("OUT", "--expert-dropout", "1.5"), "--expert-dropout is 1.5"),
-        (("OUT", "--gradient-routing", "3"), "strength is 3"),
+        (("OUT", "--gradient-routing", "3"), "--gradient-routing is 3"),
         (("OUT", "--window", "65"), "--window is 65, but the model's context is 64"),
         (("OUT", "--held-out", "none.txt"), "none.txt cannot be read"),
         (("OUT", "--lora-alpha", "2"), "without --lora-rank"),
         (("OUT", "--lora-rank", "2", "--only", "*"), "exclude each other"),
-        (("OUT", "--data-devices", "64"), "a mesh of 64 x 1"),
-        (("OUT", "--seed", "-1"), "seed is -1; accepted"),
+        (("OUT", "--data-devices", "64"), "--data-devices, --expert-devices: a mesh of 64 x 1"),
+        (("OUT", "--seed", "-1"), "--seed is -1; accepted"),
         (("OUT", "--look-every", "1"), "--look-every needs --held-out"),
         (("OUT", "--data-devices", "0"), "a mesh of 0 x 1"),
         (("OUT", "--accumulate", "3"), "--accumulate is 3; accepted is a number from 1 on that"),
-        (("OUT", "--only", "*.gates.*"), "no parameter matches"),
+        (("OUT", "--only", "*.gates.*"), "--only: no parameter matches"),
+        (("OUT", "--lora-rank", "2", "--lora-targets", "*.gates"), "--lora-targets: no matrix"),
+        (("OUT", "--lora-rank", "99"), "--lora-rank, --lora-targets: rank is 99, but"),
+        (("OUT", "--lora-rank", "0"), "--lora-rank is 0"),
+        (("OUT", "--lora-rank", "2", "--lora-alpha", "0"), "--lora-alpha is 0"),
+        (("OUT", "--final-rate", "2"), "--final-rate is 2"),
+        (("OUT", "--warmup", "9"), "--warmup is 9; accepted is 0 to 2"),
+        (("OUT", "--weight-decay", "-1"), "--weight-decay is -1"),
+        (("OUT", "--clip", "0"), "--clip is 0"),
+        (("OUT", "--window", "0"), "--window is 0"),
+        (("OUT", "--batch-size", "0"), "--batch-size is 0"),
+        (("OUT", "--router-z", "-1"), "--router-z is -1"),
+        (("OUT", "--layer-balance", "nan"), "--layer-balance is nan"),
+        (("OUT", "--look-every", "-1"), "--look-every is -1; accepted"),
+        (("OUT", "--save-every", "-1", "--checkpoints", "OUT"), "--save-every is -1; accepted"),
+        (("--dry-run", "--data-devices", "64"), "--expert-devices: a mesh of 64 x 1"),
         (("OUT", "--tokenizer", "nowhere"), "nowhere does not exist"),
     ],
 )
@@ -125,7 +144,25 @@ def test_refused_before_any_work(train, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_devices_share_evenly():
+    """Of four devices, wherever these come from."""
+    config = QwenConfig.from_hf(SHAPE)
+    dense = dataclasses.replace(config, num_experts=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qwen_jax.sharding.device_mesh", lambda *sizes: sizes)
+        assert mesh_of(1, 1, config, {"--batch-size": 3}) is None
+        assert mesh_of(3, 4, config, {"--batch-size": 6}) == (3, 4)
+        for devices, one, rows, words in (
+            ((2, 1), config, 3, "--data-devices is 2, but --batch-size makes batches of 3"),
+            ((1, 3), config, 3, "--expert-devices is 3, but a layer has 4 experts"),
+            ((1, 2), dense, 3, "--expert-devices is 2, but a layer has no experts"),
+        ):
+            with pytest.raises(RequestError, match=words):
+                mesh_of(*devices, one, {"--batch-size": rows})
+
+
 def test_a_shape_has_no_weights_of_its_own(run, tmp_path, place):
-    outcome = run("train", "qwen3-30b-a3b", str(tmp_path / "x"), "--text", str(place / "text.npy"))
-    assert outcome.code == 1
-    assert "qwen3-30b-a3b does not exist" in outcome.err
+    outcome = run("train", "Qwen3-30B-A3B", str(tmp_path / "x"), "--text", str(place / "text.npy"))
+    assert outcome.code == 2
+    assert "Qwen3-30B-A3B is a preset: a shape without weights" in outcome.err
+    assert "--weights new" in outcome.err

@@ -103,23 +103,53 @@ def test_layers_are_as_many_as_kinds_need():
     assert cut_model(QwenConfig.from_hf(odd), None).num_hidden_layers == 7
 
 
-def test_entries_are_written_beside_those_that_count(tmp_path):
+def test_entries_are_written_beside_those_of_any_version(tmp_path, monkeypatch):
     path = tmp_path / "new" / "cpu.json"
     one = {"rms_norm": {"a": {"config": {"kind": "Config"}}}}
     two = {"rms_norm": {"b": {"config": {"kind": "Other"}}}}
     assert write(path, one) == path
     write(path, two)
     content = json.loads(path.read_text())
-    assert content["entries"]["rms_norm"].keys() == {"a", "b"}
+    assert content["jax"][tuning.jax_version()]["rms_norm"].keys() == {"a", "b"}
     assert tuning.mismatch(content, "cpu") is None
-    path.write_text(json.dumps(content | {"jax": "0.1"}))
+    monkeypatch.setattr(tuning, "jax_version", lambda: "0.99")
     write(path, two)
-    assert json.loads(path.read_text())["entries"] == two
-    for other in ("{", "[]", '{"model_type": "qwen3"}'):
-        path.write_text(other)
-        with pytest.raises(RequestError, match="is no tuning file"):
-            write(path, two)
-        assert path.read_text() == other
+    assert json.loads(path.read_text())["jax"] == content["jax"] | {"0.99": two}
+    assert [each.name for each in path.parent.iterdir()] == ["cpu.json"]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("{", "is no tuning file"),
+        ("[]", "it is no tuning file"),
+        ('{"model_type": "qwen3"}', "it is no tuning file"),
+        ('{"format": 1, "device": "cpu", "jax": "0.11", "entries": {}}', "its format is 1"),
+        ('{"format": 2, "device": "NVIDIA A10", "jax": {}}', "its device is 'NVIDIA A10'"),
+    ],
+)
+def test_other_files_are_not_overwritten(tmp_path, other, words):
+    path = tmp_path / "cpu.json"
+    path.write_text(other)
+    with pytest.raises(RequestError, match=words):
+        write(path, {})
+    assert path.read_text() == other
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = write(tmp_path / "cpu.json", {"rms_norm": {"a": {}}})
+    before = path.read_text()
+
+    def half(self, text, encoding):
+        with open(self, "w", encoding=encoding) as file:
+            file.write(text[: len(text) // 2])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space left"):
+        write(path, {"rms_norm": {"b": {}}})
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.fixture(scope="module")

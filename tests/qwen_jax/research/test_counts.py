@@ -242,3 +242,8 @@ def test_damaged_traces_are_refused(pieces, tmp_path, damage, no_type_checks):
     words |= {"absent": "not a trace", "cut": "not a trace", "shape": "damaged"}
     with pytest.raises(RequestError, match=words[damage]):
         load_trace(path)
+
+
+def test_a_folder_is_no_trace(tmp_path):
+    with pytest.raises(RequestError, match=f"{tmp_path} is a folder; give the file"):
+        load_trace(tmp_path)

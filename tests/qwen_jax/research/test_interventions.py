@@ -15,6 +15,7 @@ from qwen_jax.decode.loop import run_steps
 from qwen_jax.decode.prompt import run_prefill
 from qwen_jax.errors import RequestError
 from qwen_jax.model import Intervention, ModelOutput
+from qwen_jax.model.intervention import NEUTRAL
 from qwen_jax.research import interventions as change
 from qwen_jax.research.routers import with_router
 from tests.qwen_jax.conftest import TINY
@@ -129,6 +130,32 @@ def test_positions_and_sequences(tiny, tokens):
         banned=lambda row, t: (2,) if row == 0 and 3 <= t < 8 else (),
         forced=lambda row, t: (3,) if row == 1 and t >= 5 else (),
     )
+
+
+@pytest.mark.parametrize("at_once", [0, 64])
+def test_fields_of_all_layers_or_of_one_at_a_time(tiny, monkeypatch, at_once):
+    """Of many tokens one at a time; each number is that of the ranges it was made of."""
+    monkeypatch.setattr("qwen_jax.model.intervention.AT_ONCE", at_once)
+    first = change.add_bias(tiny, {2: 0.5}, layers=[1], positions=(3, 8))
+    first = change.scale_weights(tiny, {0: 2.0}, layers=[0], base=change.ban(tiny, [4], base=first))
+    both = change.per_sequence([first, change.temperature(tiny, 3.0, positions=(5, None))])
+    positions = np.stack([np.arange(9), np.where(np.arange(9) < 6, np.arange(9), -1)])
+    step = both.over(jnp.asarray(positions, jnp.int32))
+    for index, layer in enumerate(LAYERS):
+        one = step.of(layer)
+        assert one.stacks["bias"].shape[0] == (2 if at_once else 1)
+        for name, neutral in NEUTRAL.items():
+            found = np.asarray(getattr(one, name))
+            ranged = jax.tree.map(np.asarray, getattr(both, name))
+            for place in np.ndindex(*found.shape):
+                row, token, *expert = place
+                at = (index, row, *expert)
+                inside = ranged.start[at] <= positions[row, token] < ranged.stop[at]
+                np.testing.assert_array_equal(
+                    found[place], ranged.values[at] if inside else neutral
+                )
+            token = np.asarray(getattr(one.token(jnp.int32(12)), name))
+            np.testing.assert_array_equal(token[0, 0], found[1, 3])
 
 
 def enter(model, tokens, begin, count, cache, intervention):

@@ -40,7 +40,7 @@ def inputs(intervention=None, valid=VALID, layer=0):
     x, mixed = (random.standard_normal((*valid.shape, D), np.float32) for _ in range(2))
     positions = np.where(valid, np.cumsum(valid, axis=1) - 1, -1).astype(np.int32)
     tokens = np.where(valid, random.integers(0, 61, valid.shape), 0).astype(np.int32)
-    part = None if intervention is None else intervention.at(layer, jnp.asarray(positions))
+    part = None if intervention is None else intervention.over(jnp.asarray(positions)).of(layer)
     arrays = (jnp.asarray(valid), jnp.asarray(mixed), jnp.asarray(tokens), jnp.asarray(positions))
     return jnp.asarray(x), RouterContext(*arrays, layer=layer, intervention=part)
 
@@ -220,6 +220,27 @@ def test_hash_and_random():
         np.testing.assert_array_equal(router(x[:, 7:9], again).ids[0], ids[7:9])
 
 
+@pytest.mark.parametrize("kind", [routers.HashRouter, routers.RandomRouter])
+def test_no_seed_and_layer_choose_as_others_do(kind):
+    """No more tokens have the same experts than by chance, and all draws of keys differ."""
+    x, context = inputs(valid=np.ones((1, 600), bool))
+    tokens = jnp.arange(600, dtype=jnp.int32)[None]
+    context = dataclasses.replace(context, tokens=tokens)
+    keys, ids = [], []
+    for seed in (0, 1, 2, 7):
+        for layer in (0, 1, 2, 30, 31, 32, 62):
+            router, here = kind(E, 1, seed=seed), dataclasses.replace(context, layer=layer)
+            keys.append(np.asarray(router.key(here))[0])
+            ids.append(np.asarray(router(x, here).ids)[0, :, 0])
+    for a in range(len(ids)):
+        for b in range(a):
+            # Six standard deviations of a binomial; also of tokens and their neighbours.
+            for shift in (0, 1):
+                same = np.mean(ids[a][shift:] == ids[b][: 600 - shift])
+                assert abs(same - 1 / E) < 6 * (1 / E / 600) ** 0.5
+            assert not np.intersect1d(keys[a], keys[b]).size
+
+
 def intervened(kind: str):
     gates = gate()
     return {
@@ -256,6 +277,45 @@ def test_interventions_reach_every_router(kind):
             assert t < 4 or len(token) == 2
             assert kind == "expert choice" or len(token) <= max(len(before[t]), K)
             assert all(np.isfinite(weight) and weight > 0 for weight in token.values())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_banned_expert_is_out_whatever_its_logit(value):
+    """As if its logit were any other."""
+    router, without = gate(), change.ban(CONFIG, [2])
+    wanted = route(router, without)
+    weight = np.array(router.weight[...])
+    # Infinite of either sign, since products with 0 are 0.
+    weight[2] = [value, *[0.0] * (D - 1)]
+    router.weight.set_value(jnp.asarray(weight))
+    assert route(router, without) == wanted
+    sigmoid = routers.SigmoidRouter(router.weight[...], K)
+    assert all(2 not in token for row in route(sigmoid, without) for token in row)
+    for free in (router, sigmoid):
+        assert (np.asarray(free(*inputs()).ids) == 2).any()
+
+
+def test_more_experts_than_a_router_can_give_are_refused(tiny: CausalLM, tokens):
+    """Also where the number is traced: there weights are NaN."""
+
+    def make(layer, gate):
+        if layer == 0:
+            return routers.HashRouter(6, 2)
+        return routers.TwoStageRouter(jax.random.key(0), 32, 6, candidates=3, k=2)
+
+    model = routers.replace_routers(tiny, make)
+    for layer, name, slots in ((0, "HashRouter", 2), (1, "TwoStageRouter", 3)):
+        four = change.experts_per_token(model, 4, layers=[layer])
+        words = f"tokens of layer {layer} 4 experts, but its router {name} has {slots} slots"
+        with pytest.raises(RequestError, match=words):
+            model(tokens, intervention=four)
+        model.check_intervention(change.experts_per_token(model, slots, layers=[layer]), 2)
+    tiny.check_intervention(change.experts_per_token(tiny, 4), 2)
+    four = change.experts_per_token(model, 4, layers=[1], positions=(3, None))
+    output = jax.jit(lambda one: model(tokens, LENGTHS, intervention=one))(four)
+    nan = np.isnan(np.asarray(output.routing[1].weights)).any(-1)
+    position = np.arange(tokens.shape[1])[None]
+    np.testing.assert_array_equal(nan, (position >= 3) & (position < LENGTHS[:, None]))
 
 
 def test_gradients_under_an_intervention():
@@ -351,6 +411,8 @@ def test_by_name(tiny, no_type_checks):
         ("sigmoid", {"k": 0}, "k is 0; accepted"),
         ("sigmoid", {"k": 99}, "k is 99; accepted"),
         ("hash", {"k": 2.5}, "k is 2.5; accepted"),
+        ("random", {"seed": -1}, "seed is -1; accepted"),
+        ("hash", {"seed": 1.0}, "seed is 1.0; accepted"),
     ):
         with pytest.raises(RequestError, match=message):
             routers.with_router(tiny, name, **settings)

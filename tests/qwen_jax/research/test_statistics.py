@@ -104,6 +104,20 @@ def test_agreement_is_the_share_of_choices_kept(ids):
     assert wanted < 1
 
 
+def test_agreement_does_not_depend_on_the_order_of_the_runs(ids):
+    """One expert a token, and all that the token has; with empty slots among them."""
+    fewer, more = trace(ids[..., :1]), trace(ids)
+    found = stats.agreement(fewer, more)
+    np.testing.assert_array_equal(found, stats.agreement(more, fewer))
+    for layer, share in enumerate(found):
+        one, both = (np.sum(each.ids[layer] < EXPERTS) for each in (fewer, more))
+        assert one < both
+        assert share == pytest.approx(2 * one / (one + both))
+    nothing = trace(np.full_like(ids, EXPERTS))
+    np.testing.assert_array_equal(stats.agreement(nothing, more), 0)
+    np.testing.assert_array_equal(stats.agreement(nothing, nothing), 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

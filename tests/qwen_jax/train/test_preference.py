@@ -19,6 +19,7 @@ PREFERENCES = [
     Preference([1], [2, 3, 4, 5, 6], [7]),
 ]
 BETA = 0.5
+VOCABULARY = 61
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def log_odds(skeleton, parameters) -> np.ndarray:
 def pairs(log_odds) -> Pairs:
     """With a reference that is somewhat elsewhere."""
     margin = jnp.asarray(log_odds[0] - log_odds[1] - np.array([0.5, -2.0]), jnp.float32)
-    return Pairs(*rows_of(PREFERENCES, 8), margin)
+    return Pairs(*rows_of(PREFERENCES, 8, VOCABULARY), margin)
 
 
 @pytest.mark.slow
@@ -69,7 +70,7 @@ def test_margins(skeleton, parameters, pairs, log_odds):
 
 
 def test_answers_alone_are_scored():
-    chosen, rejected = rows_of(PREFERENCES, 8)
+    chosen, rejected = rows_of(PREFERENCES, 8, VOCABULARY)
     assert chosen.inputs[0].tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
     assert chosen.lengths.tolist() == [4, 5]
     assert chosen.targets[0][np.asarray(chosen.scored[0])].tolist() == [8, 9]
@@ -78,10 +79,21 @@ def test_answers_alone_are_scored():
 
 def test_refusals():
     with pytest.raises(RequestError, match="there are no preferences"):
-        rows_of([], 8)
+        rows_of([], 8, VOCABULARY)
     with pytest.raises(RequestError, match="preference 1 has a prompt of 0"):
-        rows_of([PREFERENCES[0], dataclasses.replace(PREFERENCES[1], prompt=[])], 8)
+        rows_of([PREFERENCES[0], dataclasses.replace(PREFERENCES[1], prompt=[])], 8, VOCABULARY)
     with pytest.raises(RequestError, match=r"prompt of 1 and an answer of 5 .* and 5 in all"):
-        rows_of(PREFERENCES[1:], 4)
+        rows_of(PREFERENCES[1:], 4, VOCABULARY)
     with pytest.raises(RequestError, match="beta is 0"):
         DirectPreference(0)
+
+
+@pytest.mark.parametrize("part", ["prompt", "chosen", "rejected"])
+@pytest.mark.parametrize("value", [VOCABULARY, -1, 2.5, True, 2**40])
+def test_what_is_no_id_is_refused(part, value):
+    """An embedding of an id that it does not have is NaN, and so would be the margins."""
+    wrong = dataclasses.replace(PREFERENCES[1], **{part: [3, value]})
+    with pytest.raises(RequestError, match=f"preference 1, {part}, token 1 is {value}; .* 0 to 60"):
+        rows_of([PREFERENCES[0], wrong], 8, VOCABULARY)
+    last = dataclasses.replace(PREFERENCES[1], **{part: [3, np.int64(VOCABULARY - 1), 0]})
+    rows_of([PREFERENCES[0], last], 8, VOCABULARY)

@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qwen_jax.errors import CheckpointError, RequestError
+from qwen_jax.quant import QTensor
 from qwen_jax.sharding import device_mesh
 from qwen_jax.train import Data, NextTokens, Schedule, Trainer, Training, TrainState, split
-from qwen_jax.train.checkpoint import Checkpoints
+from qwen_jax.train.checkpoint import Checkpoints, fingerprint
 from qwen_jax.train.lora import Lora
 from qwen_jax.train.metrics import MetricsFile
 from qwen_jax.train.run import Run
@@ -202,3 +204,26 @@ def test_figures_of_a_file_that_was_cut_off(tmp_path):
     path.write_text('{"not": "one"}\n')
     with pytest.raises(RequestError, match="no line of a run's figures"):
         MetricsFile(path, 2)
+
+
+def test_a_fingerprint_sees_every_place_of_every_array():
+    """Arrays of the same numbers elsewhere have another one; so has a code's part in another's."""
+    numbers = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
+    codes, scale = jnp.ones((2, 1, 2), jnp.uint32), jnp.ones((2, 1), jnp.bfloat16)
+    coded = QTensor(codes, scale, 3 * scale, None, inputs=8, group_size=8)
+    first = {"a": numbers, "b": 2 * numbers, "c": coded}
+    assert fingerprint(first) == fingerprint(dict(reversed(jax.tree.map(jnp.array, first).items())))
+    others = [
+        first | {"a": numbers[::-1]},
+        first | {"a": numbers.at[0, 0].set(-0.0)},
+        first | {"a": numbers.reshape(4, 3)},
+        first | {"a": numbers.astype(jnp.bfloat16)},
+        first | {"a": 2 * numbers, "b": numbers},
+        {name.replace("b", "d"): value for name, value in first.items()},
+        first | {"c": dataclasses.replace(coded, scale=3 * scale, zero=scale)},
+        first | {"c": dataclasses.replace(coded, zero=None, input_scale=coded.zero)},
+        {"a": first["a"], "b": first["b"]},
+    ]
+    found = [fingerprint(each) for each in (first, *others)]
+    assert len(set(found)) == len(found)
+    assert len(fingerprint({"step": jnp.int32(3)})) == 64
