@@ -122,8 +122,9 @@ def gated(
         @pl.when((program >= of_tokens) & (program < first_routed))
         def _() -> None:
             token = program - of_tokens
+            given_ref = given[0] if given else None
             outs[2][token, 0] = gates.strength(
-                tokens_ref, token, gate_ref, *(given or [None]), config.gate_up.num_warps
+                tokens_ref, token, gate_ref, given_ref, config.gate_up.num_warps
             )
 
     return tuple(
