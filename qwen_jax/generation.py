@@ -18,7 +18,7 @@ from .decode import (
 )
 from .decode.prompt import bucket, check_ids
 from .errors import RequestError
-from .model import CausalLM, Intervention
+from .model import CausalLM, FlatModel, Intervention
 from .text import Tokenizer
 from .transcript import GenerationResult, Transcript, join
 
@@ -137,8 +137,9 @@ def _run(
         return
     cache = empty_cache()
     begin = running_time()
+    flat = FlatModel.of(model)
     logits, cache = prefill_prompts(
-        model, cache, ids, chunk_size=chunk_size, intervention=intervention
+        model, cache, ids, chunk_size=chunk_size, intervention=intervention, flat=flat
     )
     state = start(
         logits,
@@ -155,7 +156,7 @@ def _run(
     elapsed = max(running_time() - begin, 1e-9)
     for row in rows:
         row.prompt_tps = sum(map(len, ids)) / elapsed
-    for grown, _ in stream(model, cache, state, intervention=intervention):
+    for grown, _ in stream(model, cache, state, intervention=intervention, flat=flat):
         count, reason, tokens, logprobs = jax.device_get(
             (grown.count, grown.reason, grown.tokens, grown.logprobs)
         )

@@ -135,7 +135,7 @@ class Trials:
     def _prefill(self, cache: Cache) -> tuple[jax.Array, Cache]:
         size = self._request.prefill_chunk_size
         return jax.block_until_ready(
-            prefill_prompts(self._model, cache, self._prompts, chunk_size=size)
+            prefill_prompts(self._model, cache, self._prompts, chunk_size=size, flat=self._flat)
         )
 
     def _steps(self, state: DecodeState, cache: Cache, steps: int) -> tuple[DecodeState, Cache]:

@@ -121,6 +121,7 @@ def stream(
     *,
     sample: SampleRule = sample,
     intervention: Intervention | Steering | None = None,
+    flat: FlatModel | None = None,
 ) -> Iterator[tuple[DecodeState, Cache]]:
     """Yield the state as it grows: at once, after 1, 2, 4, ... steps, and then every 16.
 
@@ -137,7 +138,7 @@ def stream(
     yield state, cache
     if (now := _now(intervention, state)) is not None:
         model.check_intervention(now, state.count.shape[0])
-    flat = FlatModel.of(model)
+    flat = FlatModel.of(model) if flat is None else flat
     steps = 1
     while bool(jnp.any(state.active)):
         state, cache = run_steps(

@@ -46,6 +46,7 @@ def prefill_prompts(
     *,
     chunk_size: int | None = None,
     intervention: Intervention | None = None,
+    flat: FlatModel | None = None,
 ) -> tuple[Array, Cache]:
     """Enter one prompt a row, chunk by chunk, and return the logits after each prompt's last token.
 
@@ -57,6 +58,7 @@ def prefill_prompts(
             if None.
         intervention: what to change in the routing, whatever the chunks: its positions count from
             the first token of each sequence.
+        flat: the same model, for callers that flatten it once and not at each call.
 
     Returns:
         float32 logits [B, V], and the cache.
@@ -73,7 +75,7 @@ def prefill_prompts(
     chunk_size = chunk_size or default_chunk_size(len(prompts), accelerator_memory())
     longest = max(len(prompt) for prompt in prompts)
     logits: Array | None = None
-    flat = FlatModel.of(model)
+    flat = FlatModel.of(model) if flat is None else flat
     for begin in range(0, longest, chunk_size):
         pieces = [prompt[begin : begin + chunk_size] for prompt in prompts]
         tokens, lengths = pad(pieces, chunk_size)
