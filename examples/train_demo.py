@@ -132,7 +132,8 @@ def descend(
             a_step = (time.monotonic() - timed) / (step - at_once)
             left = begin + asked.seconds - time.monotonic() - SECONDS_AFTERWARDS
             fit = max(step + at_once, step + int(left / a_step))
-            schedule = dataclasses.replace(schedule, steps=min(wanted, fit))
+            fit = min(wanted, fit)
+            schedule = dataclasses.replace(schedule, steps=fit, warmup=min(schedule.warmup, fit))
             print(
                 f"{1e3 * a_step:.1f} ms a step, {data.rows * data.window / a_step:,.0f} tokens/s: "
                 f"{schedule.steps:,} steps, {schedule.steps / data.steps_per_epoch:.1f} epochs",
