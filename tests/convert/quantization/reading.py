@@ -16,13 +16,13 @@ def unpacked(words: np.ndarray, inputs: int) -> np.ndarray:
     for number in range(values.shape[-1]):
         unit, value = divmod(number, 32)
         word = words[..., unit].astype(np.int64)
-        if bits == 3 and value == 30:
-            found = ((word[..., 0] >> 30) & 3) << 1 | (word[..., 1] >> 30) & 1
-        elif bits == 3 and value == 31:
-            found = ((word[..., 1] >> 31) & 1) << 2 | (word[..., 2] >> 30) & 3
+        # Even values are in the lower halves of words, odd ones in the upper.
+        half = value % 2 * 16
+        if bits == 3 and value >= 30:
+            found = sum(((word[..., i] >> (half + 15)) & 1) << i for i in range(3))
         else:
-            i, j = divmod(value, 32 // bits)
-            found = (word[..., i] >> (bits * j)) & (2**bits - 1)
+            i, j = divmod(value // 2, 16 // bits)
+            found = (word[..., i] >> (half + bits * j)) & (2**bits - 1)
         values[..., number] = found
     assert not values[..., inputs:].any()
     return values[..., :inputs]
