@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels._compat import H200, lower_for_cuda, targeting
 from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
@@ -39,6 +40,10 @@ CASES = {
     "3 and 4 bits": (small(3, 4), FIRST),
     "4 and 3 bits, abreast": (small(4, 3, x="bfloat16"), dataclasses.replace(FIRST, abreast=True)),
     "4 bits and numbers, zero": (small(4, 32, zero=True, group_size=32, shared_bits=16), SECOND),
+    "codes abreast beside numbers": (
+        small(4, 8, shared_bits=16, x="bfloat16"),
+        dataclasses.replace(SECOND, abreast=True),
+    ),
     "numbers and 8 bits": (small(16, 8, shared_hidden=0, x="bfloat16", inner="float32"), FIRST),
 }
 ON_GPU = CASES | {
@@ -280,6 +285,16 @@ def test_which_tokens_share_tiles(spec, kind, abreast):
         # Tensor cores take eight columns or more.
         copies = 2 if spec.bits == 3 else 1
         assert config.gate_up.rows * copies >= 8
+
+
+def test_what_was_measured_counts_for_the_same_shared_expert_alone():
+    """Tensor cores, and inputs abreast, are for codes."""
+    several = [Spec(8, shared_bits=bits) for bits in (3, 8, 16)] + [Spec(8, shared_hidden=0)]
+    with targeting(H200), tuning.listening() as heard:
+        for spec in several:
+            x, ids, _, up, below, shared = spec.arguments()
+            triton.chosen(x, ids, up, below, shared, jnp.bfloat16)
+    assert len(heard) == len(several)
 
 
 @pytest.mark.parametrize(
