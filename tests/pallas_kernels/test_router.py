@@ -236,6 +236,14 @@ def test_a_forced_expert_is_chosen_whatever_its_score_but_not_against_the_mask(
 
 
 @BOTH
+def test_a_scale_that_is_no_number_does_not_reach_empty_slots(implementation):
+    options = {"limit": jnp.asarray([1]), "scale": jnp.asarray([[np.inf, np.nan, np.nan, 2.0]])}
+    output = odd(implementation, [0.0] * 4, slots=4, renormalise=True, **options)
+    assert output.ids.tolist() == [[3, 4, 4, 4]]
+    assert output.weights.tolist() == [[2, 0, 0, 0]]
+
+
+@BOTH
 def test_zeros_of_either_sign_are_equal(implementation):
     with interpreted():
         output = router(
