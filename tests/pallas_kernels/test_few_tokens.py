@@ -271,6 +271,7 @@ def test_tokens_that_share_experts_lower_for_cuda():
         (Spec(8, shared_bits=16), FewTokens, False),
         (Spec(12), SomeTokens, None),
         (Spec(64, down_bits=8, shared_hidden=0), SomeTokens, None),
+        (Spec(64, bits=4, group_size=32), SomeTokens, None),
         (Spec(64, bits=16), FewTokens, False),
         (Spec(64, shared_bits=16), FewTokens, False),
     ],
@@ -282,9 +283,11 @@ def test_which_tokens_share_tiles(spec, kind, abreast):
     assert type(config) is kind
     assert getattr(config, "abreast", None) is abreast
     if kind is SomeTokens:
+        assert config.gate_up.rows == config.down.rows
         # Tensor cores take eight columns or more.
-        copies = 2 if spec.bits == 3 else 1
-        assert config.gate_up.rows * copies >= 8
+        for cut, weight in ((config.gate_up, up), (config.down, below)):
+            copies = 128 // weight.group_size if weight.bits == 3 else 1
+            assert cut.rows * copies >= 8
 
 
 def test_what_was_measured_counts_for_the_same_shared_expert_alone():
