@@ -120,9 +120,10 @@ def joint(copies: int, copies_below: int) -> SomeTokens:
     """
     rows = 8 // min(copies, copies_below)
     own = SomeRows(8, 16, num_warps=1)
+    blocks, blocks_below = (2 if rows * count <= 16 else 1 for count in (copies, copies_below))
     return SomeTokens(
-        SomeRows(rows, 16, num_warps=1, blocks=2),
-        SomeRows(rows, 32, num_warps=1, blocks=2),
+        SomeRows(rows, 16, num_warps=1, blocks=blocks),
+        SomeRows(rows, 32, num_warps=1, blocks=blocks_below),
         own,
         own,
     )
