@@ -330,6 +330,11 @@ def test_a_gpu_takes_the_kernels(changes):
         ({"experts": 1025}, "weight has 1025 experts, more than 1024"),
         ({"rows": 2**20}, "x has 2147483648 numbers, 2^31 or more"),
         ({"rows": 2**23, "width": 8}, "the logits has 2147483648 numbers"),
+        (
+            {"rows": 2**20, "width": 64, "experts": 1024, "given": ("bias", "part")}
+            | {"shared_row": False},
+            "an option [3145728, 1024] has 3221225472 numbers",
+        ),
         ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
     ],
 )
