@@ -34,7 +34,7 @@ def abreast(x: Float[Array, "M I"], units: int) -> Float[Array, "M _I"]:
 def places_of_step(step: Any, start: int, size: tuple[int, int, int]) -> Int[Array, "o u p"]:
     """Where pieces are that threads read side by side.
 
-    They are those of `place_of`, written so that the compiler sees neighbours.
+    They are those of `place_of_value`, written so that the compiler sees neighbours.
 
     Args:
         step: which units, of as many as are read at once.
@@ -44,7 +44,7 @@ def places_of_step(step: Any, start: int, size: tuple[int, int, int]) -> Int[Arr
     return (step * UNIT + start) * size[1] + iota(size, 1) * PIECE + iota(size, 2)
 
 
-def place_of(unit: Int[Array, "*s"], value: Int[Array, "*s"], units: int) -> Int[Array, "*s"]:
+def place_of_value(unit: Int[Array, "*s"], value: Int[Array, "*s"], units: int) -> Int[Array, "*s"]:
     """Where a value of a unit is.
 
     Args:
