@@ -7,10 +7,13 @@ that are read at once come first, then the second ones, and so on.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .layout import UNIT
+from .operands import iota
 
 # Values of 16 bits a thread reads at once.
 PIECE = 8
@@ -28,7 +31,20 @@ def abreast(x: Float[Array, "M I"], units: int) -> Float[Array, "M _I"]:
     return pieces.transpose(0, 1, 3, 2, 4).reshape(x.shape[0], -1)
 
 
-def place_of(unit: Int[Array, "*s"], value: Int[Array, "*s"], units: int) -> Int[Array, "*s"]:
+def places_of_step(step: Any, start: int, size: tuple[int, int, int]) -> Int[Array, "o u p"]:
+    """Where pieces are that threads read side by side.
+
+    They are those of `place_of_value`, written so that the compiler sees neighbours.
+
+    Args:
+        step: which units, of as many as are read at once.
+        start: the first value of the piece, in each unit.
+        size: outputs, units, and `PIECE`.
+    """
+    return (step * UNIT + start) * size[1] + iota(size, 1) * PIECE + iota(size, 2)
+
+
+def place_of_value(unit: Int[Array, "*s"], value: Int[Array, "*s"], units: int) -> Int[Array, "*s"]:
     """Where a value of a unit is.
 
     Args:

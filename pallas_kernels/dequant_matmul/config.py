@@ -15,6 +15,9 @@ SOME_ROWS = 64
 UNPACKED_ROWS = 256
 # Units that are multiplied together by the kernel of some rows.
 BLOCK_UNITS = 4
+# Most columns that it multiplies at once: with twice as many, sums leave the registers, and inputs
+# need 131 KiB of shared memory, where some devices have 99.
+MOST_COLUMNS = 128
 # From so many outputs on, a launch that orders inputs costs less than it saves.
 MANY_OUTPUTS = 1 << 16
 # Warps of the kernel of few rows that keep a multiprocessor busy, and most outputs of a program.
@@ -171,9 +174,9 @@ def _some_rows(cores: int, shape: Shape, outputs: int) -> SomeRows:
 
     At 3 bits, each group of a block is a product of its own with all inputs of it.
     """
-    rows = max(8, pl.next_power_of_2(shape.rows))
-    columns = rows * (max(1, BLOCK_UNITS // shape.group_units) if shape.bits == 3 else 1)
-    config = SomeRows(rows, blocks=2 if columns <= 16 else 1)
+    copies = max(1, BLOCK_UNITS // shape.group_units) if shape.bits == 3 else 1
+    rows = min(max(8, pl.next_power_of_2(shape.rows)), MOST_COLUMNS // copies)
+    config = SomeRows(rows, blocks=2 if rows * copies <= 16 else 1)
     programs, steps = pl.cdiv(outputs, config.outputs), pl.cdiv(shape.units, config.units)
     splits = 1
     while 2 * splits * programs <= 3 * cores and 4 * splits <= steps:

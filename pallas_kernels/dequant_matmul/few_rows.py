@@ -20,12 +20,12 @@ from jaxtyping import Array, Float
 from .._compat import multiply_add
 from ..lanes import parts
 from . import uncoded
-from .abreast import PIECE, abreast
+from .abreast import PIECE, abreast, places_of_step
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .operands import Shape, iota, load, words
 from .pieces import Piece, Share, chosen, launch
-from .unit import multiplied, offsets
+from .unit import multiplied, offsets, stacked
 
 UNROLLED = 2
 
@@ -162,7 +162,7 @@ def _abreast(
     size = (*tile, PIECE)
     values = []
     for start in range(0, UNIT, PIECE):
-        column = (step * UNIT + start) * tile[1] + iota(size, 1) * PIECE + iota(size, 2)
+        column = places_of_step(step, start, size)
         values += parts(load(x_ref, jnp.full(size, row, jnp.int32), column))
     return [value.astype(jnp.float32) for value in values]
 
@@ -193,7 +193,7 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
         first: output of the program.
         sums: for each of as many outputs as are met at once [outputs, units].
     """
-    together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
+    together = along_last(sums)
     size = together.shape[0], len(sums)
     output = first + size[0] * iota(size, 1) + iota(size, 0)
     plt.store(
@@ -203,12 +203,6 @@ def _store(shape: Shape, out_ref: Any, row: int, first: Any, sums: list[Array]) 
     )
 
 
-def stacked(arrays: list[Array]) -> Array:
+def along_last(arrays: list[Array]) -> Array:
     """Along a last axis, in order; as many as a power of two."""
-    shape = arrays[0].shape
-    while len(arrays) > 1:
-        half = len(arrays) // 2
-        arrays = [
-            jnp.stack(pair, axis=-1) for pair in zip(arrays[:half], arrays[half:], strict=True)
-        ]
-    return arrays[0].reshape(*shape, -1)
+    return stacked(arrays).reshape(*arrays[0].shape, -1)

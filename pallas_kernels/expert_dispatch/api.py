@@ -50,7 +50,7 @@ def expert_dispatch(
         shared: the expert that every token goes to; None if there is none.
         residual: what the sum is added to; None for zero.
         inner_dtype: to which what the down projections read is rounded; x's if None. Tokens may be
-            rounded to it as well: tensor cores need it, the kernels of few tokens read x as it is.
+            rounded to it as well, as tensor cores need it; the kernels read a single one as it is.
         dtype: of the result; x's if None.
         implementation: "triton", "reference", or None for the first that takes the call.
 

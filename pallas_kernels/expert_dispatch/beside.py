@@ -12,7 +12,7 @@ from jaxtyping import Array
 from . import gates
 from .config import Cut, FewTokens
 from .gates import store
-from .matrix import arrays_of, matrix_of
+from .matrix import Coded, arrays_of, matrix_of
 from .shared import SharedExpert
 
 
@@ -33,7 +33,7 @@ class GateUp:
         if shared is None:
             return
         self._matrix, self._tokens = matrix_of(shared.gate_proj), tokens
-        self._abreast = config.abreast
+        self._abreast = config.abreast and isinstance(self._matrix, Coded)
         self._hidden = shared.gate_proj.shape[0]
         self._cut = Cut(config.shared_outputs, config.gate_up.units, config.gate_up.num_warps)
         self._tiles = pl.cdiv(self._hidden, self._cut.outputs)
@@ -52,7 +52,7 @@ class GateUp:
 
         Args:
             program: its number.
-            x_ref: tokens, as the products read them.
+            x_ref: tokens, as codes read them.
             tokens_ref: tokens.
             refs: arrays, and then the launch's results, of which these are the last two.
         """
@@ -65,7 +65,7 @@ class GateUp:
         def _() -> None:
             token, first = program // self._tiles, program % self._tiles * cut.outputs
             parts = (of_gate, 0), (of_up, 0)
-            x = x_ref, token
+            x = x_ref if self._abreast else tokens_ref, token
             made = gates.made(self._matrix, parts, x, first, self._hidden, cut, self._abreast)
             store(refs[-2], token, first, self._hidden, made)
 

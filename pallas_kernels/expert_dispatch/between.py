@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from ..dequant_matmul.abreast import place_of
+from ..dequant_matmul.abreast import place_of_value
 from ..dequant_matmul.layout import UNIT
 from .gates import columns
 from .matrix import Coded, Matrix
@@ -52,6 +52,7 @@ class Between:
         """
         outputs, together = made.shape
         column = columns(first, (outputs, together))
-        place = place_of(slot * self.below.units + column // UNIT, column % UNIT, self.at_once)
+        unit = slot * self.below.units + column // UNIT
+        place = place_of_value(unit, column % UNIT, self.at_once)
         row = jnp.full(made.shape, token, jnp.int32)
         plt.store(ref.at[row, place], made.astype(ref.dtype), mask=column < self.below.inputs)

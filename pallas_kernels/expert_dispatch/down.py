@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
-from ..dequant_matmul.few_rows import stacked
+from ..dequant_matmul.few_rows import along_last
 from ..dequant_matmul.operands import iota, load
 from ..dequant_matmul.qtensor import QTensor
 from .between import is_abreast
@@ -145,8 +145,7 @@ def _routed(
         return [total + product for total, product in zip(sums, made, strict=True)]
 
     sums = units.over_steps(add, cut.outputs // cut.outputs_at_once)
-    together = sums[0][..., None] if len(sums) == 1 else stacked(sums)
-    return jnp.sum(together, axis=1)
+    return jnp.sum(along_last(sums), axis=1)
 
 
 def shared_outputs(

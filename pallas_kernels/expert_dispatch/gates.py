@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from ..dequant_matmul.few_rows import stacked
+from ..dequant_matmul.few_rows import along_last
 from ..dequant_matmul.operands import iota
 from .config import Cut
 from .matrix import Matrix, Units, all_of, inputs_of_units
@@ -51,7 +51,7 @@ def made(
         return [total + product for total, product in zip(sums, products, strict=True)]
 
     sums = units.over_steps(add, 2 * (cut.outputs // cut.outputs_at_once))
-    gate, up = (jnp.sum(stacked(sums[part::2]), axis=1) for part in range(2))
+    gate, up = (jnp.sum(along_last(sums[part::2]), axis=1) for part in range(2))
     return gate * jax.lax.logistic(gate) * up
 
 

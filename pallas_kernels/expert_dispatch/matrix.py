@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import multiply_add
+from ..dequant_matmul.abreast import places_of_step
 from ..dequant_matmul.few_rows import start_of, total
 from ..dequant_matmul.layout import CENTRES, UNIT, unit_count
 from ..dequant_matmul.operands import Shape, load, per_group, words
@@ -254,10 +255,6 @@ def inputs_of_units(
             mask = inside if mask is None else mask & inside
         row = first_row + slot
         if units.abreast:
-            row = jnp.full(size, first_row, jnp.int32)
-            count = units.tile[1]
-            # Written so that the compiler sees neighbours: the place of unit `step * count + u`.
-            column = step * (count * UNIT) + start * count
-            column = column + jax.lax.broadcasted_iota(jnp.int32, size, 1) * piece + index
+            row, column = jnp.full(size, first_row, jnp.int32), places_of_step(step, start, size)
         values += parts(load(ref, row, column, mask=mask))
     return [value.astype(jnp.float32) for value in values]

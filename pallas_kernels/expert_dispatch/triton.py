@@ -64,7 +64,7 @@ def chosen(
     """The configuration of a call that brings none."""
     target, (tokens, slots) = current_target(), ids.shape
     experts, width, hidden = down_proj.shape
-    codes = "/".join(map(_bits, (gate_up_proj, down_proj)))
+    codes = _stored(gate_up_proj, down_proj)
     key = f"tokens={tokens} slots={slots} experts={experts}x{width}x{hidden} {codes} {x.dtype}"
     if tokens > FEW_TOKENS:
         config = many_tokens_config.heuristic(target, tokens, slots, experts)
@@ -72,7 +72,11 @@ def chosen(
         return decide("expert_dispatch", target, key, config, candidates)
     matrices = [matrix_of(weight) for weight in (gate_up_proj, down_proj)]
     config = heuristic(target.cores, tokens, slots, width, hidden, *(m.units for m in matrices))
-    own = [] if shared is None else [shared.gate_proj, shared.up_proj, shared.down_proj]
+    own = []
+    if shared is not None:
+        own = [shared.gate_proj, shared.up_proj, shared.down_proj]
+        # What suits codes may be for codes alone.
+        key += f" shared={own[0].shape[0]} {_stored(own[0], own[2])}"
     if all(isinstance(w, QTensor) for w in own) and jnp.dtype(inner_dtype) == jnp.bfloat16:
         copies = [tile.copies(m.shape) for m in matrices if isinstance(m, Coded)]
         if tokens >= SHARING_TOKENS and len(copies) == 2:
@@ -82,10 +86,11 @@ def chosen(
     return decide("expert_dispatch", target, key, config, functools.partial(others, config))
 
 
-def _bits(weight: Any) -> str:
-    """Of codes, and their group; else the dtype."""
-    return (
+def _stored(*weights: Any) -> str:
+    """Bits of codes, and their group; else the dtype."""
+    return "/".join(
         f"{weight.bits}g{weight.group_size}" if isinstance(weight, QTensor) else weight.dtype.name
+        for weight in weights
     )
 
 

@@ -72,8 +72,8 @@ def router(
     total = jnp.sum(among, axis=1, keepdims=True)
     weights = jnp.where(filled, strength / jnp.where(filled[:, :1], total, 1.0), 0.0)
     if scale is not None:
-        factors = jnp.broadcast_to(scale, logits.shape)
-        weights = weights * jnp.take_along_axis(factors, ids, axis=1)
+        factors = jnp.take_along_axis(jnp.broadcast_to(scale, logits.shape), ids, axis=1)
+        weights = jnp.where(filled, weights * factors, 0.0)
     return RouterOutput(jnp.where(filled, ids, weight.shape[0]), weights, logits)
 
 

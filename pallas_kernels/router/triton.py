@@ -30,6 +30,9 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     if experts > MOST_EXPERTS:
         reasons.append(f"weight has {experts} experts, more than {MOST_EXPERTS}")
     sizes = {"x": x.size, "weight": weight.size, "the logits": x.shape[0] * experts}
+    # With a part, options of all layers are one array.
+    options = [option for option in arrays[2:] if option is not None]
+    sizes |= {f"an option {list(option.shape)}": option.size for option in options}
     for name, size in sizes.items():
         if size >= 2**31:
             reasons.append(f"{name} has {size} numbers, 2^31 or more")

@@ -29,7 +29,8 @@ class Samples:
     """Seconds of each measured event.
 
     Attributes:
-        from_prompt: from prompts and no cache to the first token, as a caller waits for it.
+        from_prompt: from prompts and no cache to the first token, as a caller waits for it who has
+            flattened the model before.
         prefill: all prompts through the model, until their logits are there.
         first_token: the same, and the first token of each row drawn and read by the host.
         step: one decode step as a call of its own, its token awaited.

@@ -129,6 +129,14 @@ def stream(
     for all of them. Each yielded state and cache is donated by the next step: read what you need
     before going on.
 
+    Args:
+        model: the weights.
+        cache: as the prompts left it.
+        state: from `start`.
+        sample: how each next token is chosen.
+        intervention: what to change in the routing, of each step.
+        flat: the same model, for callers that flatten it once and not at each call.
+
     Raises:
         RequestError: an intervention that is not for this model or its routers.
         CacheFullError: a row ran out of blocks.

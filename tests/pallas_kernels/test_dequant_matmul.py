@@ -17,10 +17,12 @@ from pallas_kernels.dequant_matmul import (
     dequant_matmul,
     layout,
     reference,
+    tile,
     triton,
     unpacked,
 )
 from pallas_kernels.dequant_matmul.config import (
+    SOME_ROWS,
     FewRows,
     ManyRows,
     SomeRows,
@@ -271,6 +273,19 @@ def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
 def test_rows_decide_the_kernel(rows, kind):
     shape = Shape(rows, 2048, 12288, 3, 64, 4, jnp.float32)
     assert isinstance(heuristic(132, shape, 12288), kind)
+
+
+@pytest.mark.parametrize("group_size", layout.GROUP_SIZES)
+@pytest.mark.parametrize("bits", layout.BITS)
+def test_inputs_of_some_rows_fit_tensor_cores_and_the_smallest_shared_memory(bits, group_size):
+    small_device = Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))
+    for rows in range(5, SOME_ROWS + 1):
+        shape = Shape(rows, 2048, 12288, bits, 64, group_size // 32, jnp.float32)
+        config = heuristic(small_device.cores, shape, 12288)
+        columns = config.rows * tile.copies(shape)
+        assert columns >= 8
+        ahead = 2 * columns * config.units * layout.UNIT * (config.num_stages - 1)
+        assert ahead < 0.9 * small_device.shared_memory
 
 
 def test_the_reference_works_through_large_matrices_in_pieces(monkeypatch):

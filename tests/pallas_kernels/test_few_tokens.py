@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._compat import H200, lower_for_cuda, targeting
-from pallas_kernels.dequant_matmul.config import SomeRows
-from pallas_kernels.dequant_matmul.layout import CENTRES, pack
+from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import down, gate_up, triton
-from pallas_kernels.expert_dispatch.config import Cut, FewTokens, SomeTokens, heuristic
+from pallas_kernels.expert_dispatch.config import Cut, FewTokens, heuristic
 from pallas_kernels.expert_dispatch.matrix import matrix_of
-from pallas_kernels.expert_dispatch.shared import SharedExpert
-from pallas_kernels.expert_dispatch.sharing import rows_of_experts
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted, norm_error
-
-SLOTS, EXPERTS = 3, 5
-
-
-def small(bits: int, down_bits: int, **more: Any) -> Spec:
-    """Three tiles or more along each axis, none of them full."""
-    sizes = {"experts": EXPERTS, "slots": SLOTS, "width": 600, "hidden": 104, "tokens": 2}
-    sizes |= {"shared_hidden": 72}
-    return Spec(**(sizes | {"bits": bits, "down_bits": down_bits} | more))
-
+from tests.pallas_kernels.expert_calls import (
+    EXPERTS,
+    HIDDEN,
+    SLOTS,
+    SUMS,
+    check_whole,
+    drawn,
+    oracle_of_down,
+    oracle_of_gated,
+    small,
+)
 
 FIRST = FewTokens(Cut(16, 8, 1), Cut(16, 4, 1), 4)
 SECOND = FewTokens(Cut(16, 4, 1), Cut(8, 8, 1), 8)
@@ -39,6 +35,10 @@ CASES = {
     "3 and 4 bits": (small(3, 4), FIRST),
     "4 and 3 bits, abreast": (small(4, 3, x="bfloat16"), dataclasses.replace(FIRST, abreast=True)),
     "4 bits and numbers, zero": (small(4, 32, zero=True, group_size=32, shared_bits=16), SECOND),
+    "codes abreast beside numbers": (
+        small(4, 8, shared_bits=16, x="bfloat16"),
+        dataclasses.replace(SECOND, abreast=True),
+    ),
     "numbers and 8 bits": (small(16, 8, shared_hidden=0, x="bfloat16", inner="float32"), FIRST),
 }
 ON_GPU = CASES | {
@@ -60,87 +60,9 @@ ON_GPU = CASES | {
         ),
     )
 }
-# Sums of codes are less exact than float32. What lies between is rounded to bfloat16.
-SUMS = 3e-4
-HIDDEN = {"bfloat16": 3e-3, "float32": SUMS}
-WHOLE = {"bfloat16": 3e-3, "float32": 2 * SUMS}
 
 
-def filled(rng: np.random.Generator, like: Any) -> tuple[Any, np.ndarray]:
-    """A matrix or a stack of a spec's shape, and its numbers in float64."""
-    if not isinstance(like, QTensor):
-        weight = jnp.asarray(rng.standard_normal(like.shape) / like.shape[-1] ** 0.5, like.dtype)
-        return weight, np.asarray(weight, np.float64)
-    bits, shape = like.bits, (*like.codes.shape[:-2], like.inputs)
-    values = rng.integers(0, 2**bits, shape).astype(np.uint8)
-    size = 4 / 2**bits / like.inputs**0.5
-    scale = rng.uniform(0.5, 1.5, like.scale.shape) * rng.choice((-1, 1), like.scale.shape) * size
-    scale, zero = jnp.asarray(scale, like.scale.dtype), None
-    if like.zero is not None:
-        zero = jnp.asarray(rng.uniform(0, 2**bits, like.zero.shape), like.zero.dtype)
-    group = np.arange(like.inputs) // like.group_size
-    centre = CENTRES[bits] if zero is None else np.asarray(zero, np.float64)[..., group]
-    wide = np.asarray(scale, np.float64)[..., group] * (values - centre)
-    codes = jnp.asarray(pack(values, bits))
-    return QTensor(codes, scale, zero, None, like.inputs, like.group_size), wide
-
-
-@functools.cache
-def drawn(spec: Spec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The call's arrays, and all but ids in float64.
-
-    The second token's first slot is empty. Without a shared expert it is a token of padding.
-    """
-    rng = np.random.default_rng(spec.bits)
-    x, _, _, *stacks, shared = spec.arguments()
-    x = jnp.asarray(rng.standard_normal(x.shape), x.dtype)
-    ids = np.stack([rng.permutation(EXPERTS)[:SLOTS] for _ in range(spec.tokens)])
-    ids[1, 0] = EXPERTS
-    if shared is None:
-        x, ids[1] = x.at[1].set(jnp.nan), (-1, EXPERTS, 2**31 - 1)
-    weights = rng.random(ids.shape, np.float32)
-    (up, wide_up), (below, wide_below) = (filled(rng, stack) for stack in stacks)
-    wide_shared = None
-    if shared is not None:
-        names = ("gate_proj", "up_proj", "down_proj", "gate")
-        parts = {name: filled(rng, getattr(shared, name)) for name in names}
-        shared = SharedExpert(**{name: weight for name, (weight, _) in parts.items()})
-        wide_shared = {name: wide for name, (_, wide) in parts.items()}
-    arrays = x, jnp.asarray(ids, jnp.int32), jnp.asarray(weights), up, below, shared
-    wide = np.asarray(x, np.float64), weights.astype(np.float64), wide_up, wide_below, wide_shared
-    return arrays, wide
-
-
-def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Silu(gate) * up."""
-    made = gate @ x
-    return made / (1 + np.exp(-made)) * (up @ x)
-
-
-def oracle_of_gated(ids: np.ndarray, wide: tuple[Any, ...]) -> list[np.ndarray]:
-    """What the first launch makes, but for its rounding; zero for empty slots."""
-    x, _, up, _, shared = wide
-    slots = np.zeros((ids.size, up.shape[1] // 2))
-    for index, expert in enumerate(ids.reshape(-1)):
-        if 0 <= expert < EXPERTS:
-            slots[index] = gated(x[index // SLOTS], *np.split(up[expert], 2))
-    if shared is None:
-        return [slots]
-    own = [gated(row, shared["gate_proj"], shared["up_proj"]) for row in x]
-    return [slots, np.stack(own), 1 / (1 + np.exp(-x @ shared["gate"].T))]
-
-
-def oracle_of_down(made: list[np.ndarray], ids: np.ndarray, wide: tuple[Any, ...]) -> np.ndarray:
-    """What the second launch makes of it."""
-    x, weights, _, below, shared = wide
-    result = np.zeros(x.shape)
-    for m, a in np.ndindex(*ids.shape):
-        if 0 <= ids[m, a] < EXPERTS:
-            result[m] += weights[m, a] * (below[ids[m, a]] @ made[0][m * SLOTS + a])
-    return result if shared is None else result + made[2] * (made[1] @ shared["down_proj"].T)
-
-
-def check(spec: Spec, config: FewTokens | SomeTokens) -> None:
+def check(spec: Spec, config: FewTokens) -> None:
     """Both launches, each from what it is given."""
     (x, ids, weights, up, below, shared), wide = drawn(spec)
     numbers, inner = np.asarray(ids), jnp.dtype(spec.inner)
@@ -173,25 +95,6 @@ def check(spec: Spec, config: FewTokens | SomeTokens) -> None:
     np.testing.assert_array_equal(y[padding], residual[padding])
 
 
-def check_whole(spec: Spec, config: FewTokens | SomeTokens) -> None:
-    """Both launches together."""
-    arrays, wide = drawn(spec)
-    run = functools.partial(triton.expert_dispatch, config=config, **spec.settings())
-    numbers = np.asarray(arrays[1])
-    made = oracle_of_gated(numbers, wide)
-    wanted = oracle_of_down(made, numbers, wide)
-    assert norm_error(jax.jit(run)(*arrays), wanted) < WHOLE[spec.inner]
-    if arrays[-1] is None:
-        return
-    # The first token leaves the shared expert out, the second has a strength given.
-    logit = np.full((spec.tokens, 1), np.nan, np.float32)
-    logit[:2, 0] = -np.inf, 0.5
-    made[2][:2, 0] = 0, 1 / (1 + np.exp(-0.5))
-    shared = dataclasses.replace(arrays[-1], logit=jnp.asarray(logit))
-    wanted = oracle_of_down(made, numbers, wide)
-    assert norm_error(jax.jit(run)(*arrays[:-1], shared), wanted) < WHOLE[spec.inner]
-
-
 @pytest.mark.parametrize(
     "name", [*list(CASES)[:-1], pytest.param(list(CASES)[-1], marks=pytest.mark.slow)]
 )
@@ -207,79 +110,11 @@ def test_both_launches_on_a_gpu(name):
     check_whole(*ON_GPU[name])
 
 
-# Of most experts more slots than a row holds, of one none; in three tiles or more, none full.
-SOME = SomeTokens(
-    SomeRows(4, 32, blocks=2), SomeRows(4, 32), SomeRows(8, 32), SomeRows(16, 32, blocks=2)
-)
-TOGETHER = {
-    "3 and 4 bits": small(3, 4, tokens=37, group_size=128, width=420),
-    "4 and 3 bits, zero": small(4, 3, tokens=19, zero=True, group_size=32, width=420),
-    "3 and 8 bits, alone": small(3, 8, tokens=19, shared_hidden=0, hidden=128, width=420),
-}
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_tokens_that_share_experts(name):
-    with interpreted():
-        check_whole(TOGETHER[name], SOME)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("name", TOGETHER)
-def test_tokens_that_share_experts_on_a_gpu(name, bits):
-    check_whole(dataclasses.replace(TOGETHER[name], shared_bits=bits), SOME)
-
-
-def test_rows_of_experts():
-    """Every filled slot is in one row, of its expert and behind its first slot."""
-    ids = np.random.default_rng(0).integers(-1, EXPERTS + 1, (23, SLOTS)).astype(np.int32)
-    experts, slots = map(np.asarray, rows_of_experts(jnp.asarray(ids), EXPERTS, 4))
-    flat, seen = ids.reshape(-1), []
-    for first in np.flatnonzero(experts >= 0):
-        row = slots[first][slots[first] < ids.size]
-        assert (flat[row] == experts[first]).all()
-        assert row[0] == first
-        seen += row.tolist()
-    assert sorted(seen) == np.flatnonzero((flat >= 0) & (flat < EXPERTS)).tolist()
-
-
 @pytest.mark.parametrize("name", ["1 token", "8 tokens, bf16", "1 token, groups of 32, zero"])
 def test_lowers_for_cuda(name):
     spec = SPECS[name]
     run = functools.partial(triton.expert_dispatch, **spec.settings())
     assert lower_for_cuda(run, *spec.arguments()).count("xla.gpu.triton") == 2
-
-
-def test_tokens_that_share_experts_lower_for_cuda():
-    """Both products, and their sum."""
-    run = functools.partial(triton.expert_dispatch, **SPECS["32 tokens"].settings())
-    text = lower_for_cuda(run, *SPECS["32 tokens"].arguments())
-    assert text.count("xla.gpu.triton") == 3
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind", "abreast"),
-    [
-        (Spec(1), FewTokens, False),
-        (Spec(8), FewTokens, True),
-        (Spec(8, shared_bits=16), FewTokens, False),
-        (Spec(12), SomeTokens, None),
-        (Spec(64, down_bits=8, shared_hidden=0), SomeTokens, None),
-        (Spec(64, bits=16), FewTokens, False),
-        (Spec(64, shared_bits=16), FewTokens, False),
-    ],
-)
-def test_which_tokens_share_tiles(spec, kind, abreast):
-    x, ids, _, up, below, shared = spec.arguments()
-    with targeting(H200):
-        config = triton.chosen(x, ids, up, below, shared, jnp.bfloat16)
-    assert type(config) is kind
-    assert getattr(config, "abreast", None) is abreast
-    if kind is SomeTokens:
-        # Tensor cores take eight columns or more.
-        copies = 2 if spec.bits == 3 else 1
-        assert config.gate_up.rows * copies >= 8
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,14 @@ def test_a_forced_expert_is_chosen_whatever_its_score_but_not_against_the_mask(
 
 
 @BOTH
+def test_a_scale_that_is_no_number_does_not_reach_empty_slots(implementation):
+    options = {"limit": jnp.asarray([1]), "scale": jnp.asarray([[np.inf, np.nan, np.nan, 2.0]])}
+    output = odd(implementation, [0.0] * 4, slots=4, renormalise=True, **options)
+    assert output.ids.tolist() == [[3, 4, 4, 4]]
+    assert output.weights.tolist() == [[2, 0, 0, 0]]
+
+
+@BOTH
 def test_zeros_of_either_sign_are_equal(implementation):
     with interpreted():
         output = router(
@@ -322,6 +330,11 @@ def test_a_gpu_takes_the_kernels(changes):
         ({"experts": 1025}, "weight has 1025 experts, more than 1024"),
         ({"rows": 2**20}, "x has 2147483648 numbers, 2^31 or more"),
         ({"rows": 2**23, "width": 8}, "the logits has 2147483648 numbers"),
+        (
+            {"rows": 2**20, "width": 64, "experts": 1024, "given": ("bias", "part")}
+            | {"shared_row": False},
+            "an option [3145728, 1024] has 3221225472 numbers",
+        ),
         ({"target": Target("cpu", "cpu")}, "it needs a GPU, and the call is for cpu"),
     ],
 )

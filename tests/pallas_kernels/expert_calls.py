@@ -1,0 +1,125 @@
+"""Random calls of experts of few tokens, and what they must give in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dequant_matmul.layout import CENTRES, pack
+from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.expert_dispatch import triton
+from pallas_kernels.expert_dispatch.config import FewTokens, SomeTokens
+from pallas_kernels.expert_dispatch.shared import SharedExpert
+from pallas_kernels.expert_dispatch.specs import Spec
+from pallas_kernels.testing import norm_error
+
+SLOTS, EXPERTS = 3, 5
+# Sums of codes are less exact than float32. What lies between is rounded to bfloat16.
+SUMS = 3e-4
+HIDDEN = {"bfloat16": 3e-3, "float32": SUMS}
+WHOLE = {"bfloat16": 3e-3, "float32": 2 * SUMS}
+
+
+def small(bits: int, down_bits: int, **more: Any) -> Spec:
+    """Three tiles or more along each axis, none of them full."""
+    sizes = {"experts": EXPERTS, "slots": SLOTS, "width": 600, "hidden": 104, "tokens": 2}
+    sizes |= {"shared_hidden": 72}
+    return Spec(**(sizes | {"bits": bits, "down_bits": down_bits} | more))
+
+
+def filled(rng: np.random.Generator, like: Any) -> tuple[Any, np.ndarray]:
+    """A matrix or a stack of a spec's shape, and its numbers in float64."""
+    if not isinstance(like, QTensor):
+        weight = jnp.asarray(rng.standard_normal(like.shape) / like.shape[-1] ** 0.5, like.dtype)
+        return weight, np.asarray(weight, np.float64)
+    bits, shape = like.bits, (*like.codes.shape[:-2], like.inputs)
+    values = rng.integers(0, 2**bits, shape).astype(np.uint8)
+    size = 4 / 2**bits / like.inputs**0.5
+    scale = rng.uniform(0.5, 1.5, like.scale.shape) * rng.choice((-1, 1), like.scale.shape) * size
+    scale, zero = jnp.asarray(scale, like.scale.dtype), None
+    if like.zero is not None:
+        zero = jnp.asarray(rng.uniform(0, 2**bits, like.zero.shape), like.zero.dtype)
+    group = np.arange(like.inputs) // like.group_size
+    centre = CENTRES[bits] if zero is None else np.asarray(zero, np.float64)[..., group]
+    wide = np.asarray(scale, np.float64)[..., group] * (values - centre)
+    codes = jnp.asarray(pack(values, bits))
+    return QTensor(codes, scale, zero, None, like.inputs, like.group_size), wide
+
+
+@functools.cache
+def drawn(spec: Spec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The call's arrays, and all but ids in float64.
+
+    The second token's first slot is empty. Without a shared expert it is a token of padding.
+    """
+    rng = np.random.default_rng(spec.bits)
+    x, _, _, *stacks, shared = spec.arguments()
+    x = jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+    ids = np.stack([rng.permutation(EXPERTS)[:SLOTS] for _ in range(spec.tokens)])
+    ids[1, 0] = EXPERTS
+    if shared is None:
+        x, ids[1] = x.at[1].set(jnp.nan), (-1, EXPERTS, 2**31 - 1)
+    weights = rng.random(ids.shape, np.float32)
+    (up, wide_up), (below, wide_below) = (filled(rng, stack) for stack in stacks)
+    wide_shared = None
+    if shared is not None:
+        names = ("gate_proj", "up_proj", "down_proj", "gate")
+        parts = {name: filled(rng, getattr(shared, name)) for name in names}
+        shared = SharedExpert(**{name: weight for name, (weight, _) in parts.items()})
+        wide_shared = {name: wide for name, (_, wide) in parts.items()}
+    arrays = x, jnp.asarray(ids, jnp.int32), jnp.asarray(weights), up, below, shared
+    wide = np.asarray(x, np.float64), weights.astype(np.float64), wide_up, wide_below, wide_shared
+    return arrays, wide
+
+
+def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Silu(gate) * up."""
+    made = gate @ x
+    return made / (1 + np.exp(-made)) * (up @ x)
+
+
+def oracle_of_gated(ids: np.ndarray, wide: tuple[Any, ...]) -> list[np.ndarray]:
+    """What the first launch makes, but for its rounding; zero for empty slots."""
+    x, _, up, _, shared = wide
+    slots = np.zeros((ids.size, up.shape[1] // 2))
+    for index, expert in enumerate(ids.reshape(-1)):
+        if 0 <= expert < EXPERTS:
+            slots[index] = gated(x[index // SLOTS], *np.split(up[expert], 2))
+    if shared is None:
+        return [slots]
+    own = [gated(row, shared["gate_proj"], shared["up_proj"]) for row in x]
+    return [slots, np.stack(own), 1 / (1 + np.exp(-x @ shared["gate"].T))]
+
+
+def oracle_of_down(made: list[np.ndarray], ids: np.ndarray, wide: tuple[Any, ...]) -> np.ndarray:
+    """What the second launch makes of it."""
+    x, weights, _, below, shared = wide
+    result = np.zeros(x.shape)
+    for m, a in np.ndindex(*ids.shape):
+        if 0 <= ids[m, a] < EXPERTS:
+            result[m] += weights[m, a] * (below[ids[m, a]] @ made[0][m * SLOTS + a])
+    return result if shared is None else result + made[2] * (made[1] @ shared["down_proj"].T)
+
+
+def check_whole(spec: Spec, config: FewTokens | SomeTokens) -> None:
+    """Both launches together."""
+    arrays, wide = drawn(spec)
+    run = functools.partial(triton.expert_dispatch, config=config, **spec.settings())
+    numbers = np.asarray(arrays[1])
+    made = oracle_of_gated(numbers, wide)
+    wanted = oracle_of_down(made, numbers, wide)
+    assert norm_error(jax.jit(run)(*arrays), wanted) < WHOLE[spec.inner]
+    if arrays[-1] is None:
+        return
+    # The first token leaves the shared expert out, the second has a strength given.
+    logit = np.full((spec.tokens, 1), np.nan, np.float32)
+    logit[:2, 0] = -np.inf, 0.5
+    made[2][:2, 0] = 0, 1 / (1 + np.exp(-0.5))
+    shared = dataclasses.replace(arrays[-1], logit=jnp.asarray(logit))
+    wanted = oracle_of_down(made, numbers, wide)
+    assert norm_error(jax.jit(run)(*arrays[:-1], shared), wanted) < WHOLE[spec.inner]

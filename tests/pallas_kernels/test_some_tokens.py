@@ -1,0 +1,101 @@
+"""Tokens that share experts share their tiles: the sum against float64, and which calls do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels._compat import H200, lower_for_cuda, targeting
+from pallas_kernels.dequant_matmul.config import SomeRows
+from pallas_kernels.expert_dispatch import triton
+from pallas_kernels.expert_dispatch.config import FewTokens, SomeTokens
+from pallas_kernels.expert_dispatch.sharing import rows_of_experts
+from pallas_kernels.expert_dispatch.specs import SPECS, Spec
+from pallas_kernels.testing import interpreted
+from tests.pallas_kernels.expert_calls import EXPERTS, SLOTS, check_whole, small
+
+# Of most experts more slots than a row holds, of one none; in three tiles or more, none full.
+SOME = SomeTokens(
+    SomeRows(4, 32, blocks=2), SomeRows(4, 32), SomeRows(8, 32), SomeRows(16, 32, blocks=2)
+)
+TOGETHER = {
+    "3 and 4 bits": small(3, 4, tokens=37, group_size=128, width=420),
+    "4 and 3 bits, zero": small(4, 3, tokens=19, zero=True, group_size=32, width=420),
+    "3 and 8 bits, alone": small(3, 8, tokens=19, shared_hidden=0, hidden=128, width=420),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_tokens_that_share_experts(name):
+    with interpreted():
+        check_whole(TOGETHER[name], SOME)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_tokens_that_share_experts_on_a_gpu(name, bits):
+    check_whole(dataclasses.replace(TOGETHER[name], shared_bits=bits), SOME)
+
+
+def test_rows_of_experts():
+    """Every filled slot is in one row, of its expert and behind its first slot."""
+    ids = np.random.default_rng(0).integers(-1, EXPERTS + 1, (23, SLOTS)).astype(np.int32)
+    experts, slots = map(np.asarray, rows_of_experts(jnp.asarray(ids), EXPERTS, 4))
+    flat, seen = ids.reshape(-1), []
+    for first in np.flatnonzero(experts >= 0):
+        row = slots[first][slots[first] < ids.size]
+        assert (flat[row] == experts[first]).all()
+        assert row[0] == first
+        seen += row.tolist()
+    assert sorted(seen) == np.flatnonzero((flat >= 0) & (flat < EXPERTS)).tolist()
+
+
+def test_tokens_that_share_experts_lower_for_cuda():
+    """Both products, and their sum."""
+    run = functools.partial(triton.expert_dispatch, **SPECS["32 tokens"].settings())
+    text = lower_for_cuda(run, *SPECS["32 tokens"].arguments())
+    assert text.count("xla.gpu.triton") == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "abreast"),
+    [
+        (Spec(1), FewTokens, False),
+        (Spec(8), FewTokens, True),
+        (Spec(8, shared_bits=16), FewTokens, False),
+        (Spec(12), SomeTokens, None),
+        (Spec(64, down_bits=8, shared_hidden=0), SomeTokens, None),
+        (Spec(64, bits=4, group_size=32), SomeTokens, None),
+        (Spec(64, down_bits=4, group_size=32), SomeTokens, None),
+        (Spec(64, bits=16), FewTokens, False),
+        (Spec(64, shared_bits=16), FewTokens, False),
+    ],
+)
+def test_which_tokens_share_tiles(spec, kind, abreast):
+    x, ids, _, up, below, shared = spec.arguments()
+    with targeting(H200):
+        config = triton.chosen(x, ids, up, below, shared, jnp.bfloat16)
+    assert type(config) is kind
+    assert getattr(config, "abreast", None) is abreast
+    if kind is SomeTokens:
+        assert config.gate_up.rows == config.down.rows
+        # Tensor cores take eight columns or more; of two blocks of 32, sums leave the registers.
+        for cut, weight in ((config.gate_up, up), (config.down, below)):
+            copies = 128 // weight.group_size if weight.bits == 3 else 1
+            assert 8 <= cut.rows * copies <= 32 // cut.blocks
+
+
+def test_what_was_measured_counts_for_the_same_shared_expert_alone():
+    """Tensor cores, and inputs abreast, are for codes."""
+    several = [Spec(8, shared_bits=bits) for bits in (3, 8, 16)] + [Spec(8, shared_hidden=0)]
+    with targeting(H200), tuning.listening() as heard:
+        for spec in several:
+            x, ids, _, up, below, shared = spec.arguments()
+            triton.chosen(x, ids, up, below, shared, jnp.bfloat16)
+    assert len(heard) == len(several)
