@@ -106,8 +106,7 @@ def test_reader_that_leaves_is_no_error():
 
 
 def test_interrupt_ends_with_130():
-    # What a shell starts in the background ignores interrupts, and its children too.
-    process = start("chat", "demo", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = start("chat", "demo")
     assert process.stderr is not None
     for line in process.stderr:
         if b"/reset" in line:  # it waits for the first turn now
