@@ -58,6 +58,10 @@ class Joint:
         row, index = jax.lax.div(program, self.tiles), jax.lax.rem(program, self.tiles)
         return row, index * self.cut.outputs
 
+    def rows_of(self, tile: Any) -> Int[Array, " R"]:
+        """Numbers of consecutive rows, tile by tile; the last ones may be past the end."""
+        return tile * self.cut.rows + jax.lax.iota(jnp.int32, self.cut.rows)
+
     def struct_of(self, count: int) -> jax.ShapeDtypeStruct:
         """What holds so many inputs of this matrix, in its order."""
         width = self.cut.units * UNIT

@@ -8,6 +8,7 @@ slots make lies by slot, and a third launch sums it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,42 +91,25 @@ def gated(
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
         ins, outs = refs[: len(arrays)], refs[len(arrays) :]
-        x_ref, experts_ref, slots_ref, *of_experts = ins[:count]
 
         @pl.when(program >= first_routed)
         def _() -> None:
-            slot, first = joint.place(program - first_routed)
-            expert = experts_ref[slot]
-
-            @pl.when(expert >= 0)
-            def _() -> None:
-                mine = row_of(slots_ref, slot)
-                inputs = joint.inputs(x_ref, mine, slots)
-                start = expert * (2 * hidden)
-                matrices = [(of_experts, start), (of_experts, start + hidden)]
-                behind.store(outs[0], mine, first, _silu(joint.products(matrices, first, inputs)))
+            _gates_of_row(joint, behind, slots, ins[:count], outs[0], program - first_routed)
 
         if not of_tokens:
             return
-        own_x_ref, *of_own = ins[count:end]
-        tokens_ref, gate_ref, *given = ins[end:]
 
         @pl.when(program < of_tokens)
         def _() -> None:
-            tile, first = gate.place(program)
-            mine = tile * gate.cut.rows + jax.lax.iota(jnp.int32, gate.cut.rows)
-            inputs = gate.inputs(own_x_ref, mine, 1)
-            half = len(of_own) // 2
-            matrices = [(of_own[:half], 0), (of_own[half:], 0)]
-            last.store(outs[1], mine, first, _silu(gate.products(matrices, first, inputs)))
+            _gates_of_tokens(gate, last, ins[count:end], outs[1], program)
 
         @pl.when((program >= of_tokens) & (program < first_routed))
         def _() -> None:
             token = program - of_tokens
+            tokens_ref, gate_ref, *given = ins[end:]
             given_ref = given[0] if given else None
-            outs[2][token, 0] = gates.strength(
-                tokens_ref, token, gate_ref, given_ref, config.gate_up.num_warps
-            )
+            warps = config.gate_up.num_warps
+            outs[2][token, 0] = gates.strength(tokens_ref, token, gate_ref, given_ref, warps)
 
     return tuple(
         triton_call(
@@ -176,30 +160,17 @@ def down(
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
         ins, outs = refs[: len(arrays)], refs[len(arrays) :]
-        made_ref, experts_ref, slots_ref, *of_experts = ins[:count]
 
         @pl.when(program >= of_tokens)
         def _() -> None:
-            slot, first = joint.place(program - of_tokens)
-            expert = experts_ref[slot]
-
-            @pl.when(expert >= 0)
-            def _() -> None:
-                mine = row_of(slots_ref, slot)
-                inputs = joint.inputs(made_ref, mine, 1)
-                [y] = joint.products([(of_experts, expert * width)], first, inputs)
-                joint.store_plainly(outs[0], mine, first, y)
+            _outputs_of_row(joint, ins[:count], outs[0], program - of_tokens)
 
         if not of_tokens:
             return
-        own_made_ref, *of_own, strength_ref = ins[count:]
 
         @pl.when(program < of_tokens)
         def _() -> None:
-            tile, first = last.place(program)
-            mine = tile * last.cut.rows + jax.lax.iota(jnp.int32, last.cut.rows)
-            [y] = last.products([(of_own, 0)], first, last.inputs(own_made_ref, mine, 1))
-            last.store_plainly(outs[1], mine, first, y * last.of_rows(strength_ref, mine))
+            _outputs_of_tokens(last, ins[count:], outs[1], program)
 
     return tuple(
         triton_call(
@@ -211,6 +182,69 @@ def down(
             out_shape=shapes,
         )(*arrays)
     )
+
+
+def _gates_of_row(
+    joint: Joint, behind: Joint, slots: int, ins: Sequence[Any], out_ref: Any, index: Any
+) -> None:
+    """Gates of some slots of one expert.
+
+    Args:
+        joint: gates and the rows above of all experts.
+        behind: what reads them.
+        slots: of each token.
+        ins: tokens in order, experts and slots of rows, the stack.
+        out_ref: gates of slots.
+        index: program.
+    """
+    x_ref, experts_ref, slots_ref, *of_experts = ins
+    slot, first = joint.place(index)
+    expert, hidden = experts_ref[slot], joint.shape.outputs
+
+    @pl.when(expert >= 0)
+    def _() -> None:
+        mine = row_of(slots_ref, slot)
+        inputs = joint.inputs(x_ref, mine, slots)
+        start = expert * (2 * hidden)
+        matrices = [(of_experts, start), (of_experts, start + hidden)]
+        behind.store(out_ref, mine, first, _silu(joint.products(matrices, first, inputs)))
+
+
+def _gates_of_tokens(
+    gate: Joint, last: Joint, ins: Sequence[Any], out_ref: Any, index: Any
+) -> None:
+    """Gates of the shared expert, of some tokens; see `_gates_of_row`."""
+    x_ref, *of_both = ins
+    tile, first = gate.place(index)
+    mine = gate.rows_of(tile)
+    half = len(of_both) // 2
+    matrices = [(of_both[:half], 0), (of_both[half:], 0)]
+    made = gate.products(matrices, first, gate.inputs(x_ref, mine, 1))
+    last.store(out_ref, mine, first, _silu(made))
+
+
+def _outputs_of_row(joint: Joint, ins: Sequence[Any], out_ref: Any, index: Any) -> None:
+    """Down projections of some slots of one expert; `ins` as of `_gates_of_row`."""
+    made_ref, experts_ref, slots_ref, *of_experts = ins
+    slot, first = joint.place(index)
+    expert = experts_ref[slot]
+
+    @pl.when(expert >= 0)
+    def _() -> None:
+        mine = row_of(slots_ref, slot)
+        inputs = joint.inputs(made_ref, mine, 1)
+        start = expert * joint.shape.outputs
+        [y] = joint.products([(of_experts, start)], first, inputs)
+        joint.store_plainly(out_ref, mine, first, y)
+
+
+def _outputs_of_tokens(last: Joint, ins: Sequence[Any], out_ref: Any, index: Any) -> None:
+    """The shared expert's down projections of some tokens, times their strengths."""
+    made_ref, *of_own, strength_ref = ins
+    tile, first = last.place(index)
+    mine = last.rows_of(tile)
+    [y] = last.products([(of_own, 0)], first, last.inputs(made_ref, mine, 1))
+    last.store_plainly(out_ref, mine, first, y * last.of_rows(strength_ref, mine))
 
 
 def _own(shared: SharedExpert, config: SomeTokens) -> tuple[Joint, Joint, Joint]:
