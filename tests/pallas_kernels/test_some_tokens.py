@@ -24,9 +24,9 @@ SOME = SomeTokens(
     SomeRows(4, 32, blocks=2), SomeRows(4, 32), SomeRows(8, 32), SomeRows(16, 32, blocks=2)
 )
 TOGETHER = {
-    "3 and 4 bits": small(3, 4, tokens=37, group_size=128, width=420),
-    "4 and 3 bits, zero": small(4, 3, tokens=19, zero=True, group_size=32, width=420),
-    "3 and 8 bits, alone": small(3, 8, tokens=19, shared_hidden=0, hidden=128, width=420),
+    "3 and 4 bits": small(3, 4, tokens=19, group_size=128, width=420, x="bfloat16"),
+    "4 and 3 bits, zero": small(4, 3, tokens=11, zero=True, group_size=32, width=420, x="bfloat16"),
+    "3 and 8 bits, alone": small(3, 8, tokens=11, shared_hidden=0, hidden=128, width=420),
 }
 
 
