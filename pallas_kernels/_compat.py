@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
 INTERPRETER = "interpreter"
 
@@ -172,11 +172,6 @@ def assembled(
         pack=1,
         result_shape_dtypes=[result or jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )[0]
-
-
-def selected(a: UInt[Array, "..."], b: UInt[Array, "..."], mask: int) -> UInt[Array, "..."]:
-    """Bits of `a` inside the mask and of `b` outside."""
-    return b ^ ((a ^ b) & jnp.uint32(mask))
 
 
 @contextlib.contextmanager
