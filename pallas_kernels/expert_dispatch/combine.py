@@ -17,8 +17,9 @@ from .._compat import triton_call
 from ..dequant_matmul.operands import load
 
 # Columns a program, eight of them a thread: 16 bytes of bfloat16.
-COLUMNS = 1024
-WARPS = 4
+# Columns of a program, and of a warp of it: few where tokens are, so that there are programs enough.
+COLUMNS, COLUMNS_OF_FEW, COLUMNS_A_WARP = 1024, 256, 256
+FEW_TOKENS = 64
 
 
 def summed(
@@ -42,32 +43,31 @@ def summed(
         residual: what the sum is added to; None for zero.
     """
     (tokens, slots), width = ids.shape, y.shape[1]
+    columns = COLUMNS_OF_FEW if tokens <= FEW_TOKENS else COLUMNS
 
     def kernel(y_ref: Any, ids_ref: Any, weights_ref: Any, *refs: Any) -> None:
         token = pl.program_id(0)
-        column = pl.program_id(1) * COLUMNS + jax.lax.iota(jnp.int32, COLUMNS)
-        inside = column < width if width % COLUMNS else None
-        row = jnp.full((COLUMNS,), token, jnp.int32)
-        total = jnp.zeros((COLUMNS,), jnp.float32)
+        column = pl.program_id(1) * columns + jax.lax.iota(jnp.int32, columns)
+        inside = column < width if width % columns else None
+        row = jnp.full((columns,), token, jnp.int32)
+        total = jnp.zeros((columns,), jnp.float32)
         if shared is not None:
             total = load(refs[0], row, column, mask=inside).astype(jnp.float32)
         for slot in range(slots):
             expert, weight = ids_ref[token, slot], weights_ref[token, slot]
             filled = (expert >= 0) & (expert < experts)
-            mask = jnp.broadcast_to(filled, (COLUMNS,))
-            if inside is not None:
-                mask = mask & inside
-            made = load(y_ref, row * slots + slot, column, mask=mask).astype(jnp.float32)
-            total = total + made * jnp.where(filled, weight, 0.0)
+            # Read in any case: a load that waits for the expert would wait for memory twice.
+            made = load(y_ref, row * slots + slot, column, mask=inside).astype(jnp.float32)
+            total = total + jnp.where(filled, made * weight, 0.0)
         if residual is not None:
             total = load(refs[-2], row, column, mask=inside).astype(jnp.float32) + total
         plt.store(refs[-1].at[row, column], total.astype(dtype), mask=inside)
 
     return triton_call(
         kernel,
-        num_warps=WARPS,
+        num_warps=columns // COLUMNS_A_WARP,
         num_stages=1,
         name="expert_dispatch_sum",
-        grid=(tokens, pl.cdiv(width, COLUMNS)),
+        grid=(tokens, pl.cdiv(width, columns)),
         out_shape=jax.ShapeDtypeStruct((tokens, width), dtype),
     )(y, ids, weights, *(array for array in (shared, residual) if array is not None))

@@ -200,10 +200,11 @@ def _gates_of_row(
     x_ref, experts_ref, slots_ref, *of_experts = ins
     slot, first = joint.place(index)
     expert, hidden = experts_ref[slot], joint.shape.outputs
+    # Outside of the condition, so that it does not wait for the expert.
+    mine = row_of(slots_ref, slot)
 
     @pl.when(expert >= 0)
     def _() -> None:
-        mine = row_of(slots_ref, slot)
         inputs = joint.inputs(x_ref, mine, slots)
         start = expert * (2 * hidden)
         matrices = [(of_experts, start), (of_experts, start + hidden)]
@@ -227,11 +228,10 @@ def _outputs_of_row(joint: Joint, ins: Sequence[Any], out_ref: Any, index: Any) 
     """Down projections of some slots of one expert; `ins` as of `_gates_of_row`."""
     made_ref, experts_ref, slots_ref, *of_experts = ins
     slot, first = joint.place(index)
-    expert = experts_ref[slot]
+    expert, mine = experts_ref[slot], row_of(slots_ref, slot)
 
     @pl.when(expert >= 0)
     def _() -> None:
-        mine = row_of(slots_ref, slot)
         inputs = joint.inputs(made_ref, mine, 1)
         start = expert * joint.shape.outputs
         [y] = joint.products([(of_experts, start)], first, inputs)
