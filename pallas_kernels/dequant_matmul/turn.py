@@ -9,6 +9,7 @@ at 4 bits and two at 8.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -53,6 +54,14 @@ def place_of(column: Int[Array, "*s"], width: int) -> Int[Array, "*s"]:
 
 def column_of(place: Int[Array, "*s"], width: int) -> Int[Array, "*s"]:
     """Which column `turned` brings to a place."""
-    inside = place % (THREADS * width)
-    value = inside // 16 * 4 + inside // 8 % 2 * 2 + inside % 2
-    return place - inside + inside // 2 % THREADS * width + value
+    # Each from the place itself, and without `//`: so the compiler sees that pairs stay together.
+    block = jax.lax.div(place, THREADS * width)
+    pair = jax.lax.rem(jax.lax.div(place, 2 * THREADS), width // 2)
+    thread, value = jax.lax.rem(jax.lax.div(place, 2), THREADS), jax.lax.rem(place, 2)
+    return (block * THREADS + thread) * width + pair * 2 + value
+
+
+def copy_of(column: Int[Array, "*s"], width: int, copies: int) -> Int[Array, "*s"]:
+    """In which of the copies of `turned` a column is not zero."""
+    thread = jax.lax.rem(jax.lax.div(column, width), THREADS)
+    return jax.lax.div(thread, THREADS // copies)

@@ -18,7 +18,7 @@ from ..dequant_matmul.config import SomeRows
 from ..dequant_matmul.layout import UNIT
 from ..dequant_matmul.operands import Shape, iota, load
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turn import THREADS, column_of, place_of
+from ..dequant_matmul.turn import column_of, copy_of, place_of
 from .matrix import Coded, arrays_of, matrix_of
 
 
@@ -109,7 +109,7 @@ class Joint:
         for copy in range(copies):
             own = made
             if copies > 1:
-                own = jnp.where(column // part % THREADS // (THREADS // copies) == copy, made, 0)
+                own = jnp.where(copy_of(column, part, copies) == copy, made, 0)
             # What is masked must not be at the place of another copy.
             row = jnp.where(mask, copy * slots + slot, ref.shape[0])
             plt.store(ref.at[row, place_of(column, part)], own, mask=mask)

@@ -1,9 +1,9 @@
 """Some tokens, of which several share experts: an expert's tile is decoded once for all of them.
 
-The slots of an expert are a row of a table, or several, of so many each. A program owns some
-outputs of a row, on tensor cores; programs of slots that are not the first of a row end at once.
-The shared expert is one more, whose rows are of tokens. Nothing is added to by two programs: what
-slots make lies by slot, and a third launch sums it.
+The slots of an expert are a row of a table, or several, of so many each; a launch of its own makes
+it, see `order`. A program owns some outputs of a row, on tensor cores; programs of slots that are
+not the first of a row end at once. The shared expert is one more, whose rows are of tokens. Nothing
+is added to by two programs: what slots make lies by slot, and a last launch sums it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from jaxtyping import Array, Float, Int
 from .._compat import triton_call
 from ..dequant_matmul.config import SomeRows
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turn import turned
 from . import combine, gates
 from .config import SomeTokens
 from .joint import Joint, row_of
+from .order import Order, ordered
 from .shared import SharedExpert
-from .sharing import rows_of_experts
 
 
 def some_tokens(
@@ -41,15 +40,18 @@ def some_tokens(
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`; all matrices are in codes, `inner_dtype` is bfloat16."""
     experts = down_proj.shape[0]
-    rows = rows_of_experts(ids, experts, config.gate_up.rows)
-    made, *own = gated(x, rows, ids.shape[1], gate_up_proj, down_proj, shared, config)
-    y, *beside = down(made, own, rows, down_proj, shared, config)
+    readers = [_gates(gate_up_proj, config)]
+    if shared is not None:
+        readers.append(_own(shared, config)[0])
+    order = ordered(x, ids, experts, readers)
+    made, *own = gated(x, order, ids.shape[1], gate_up_proj, down_proj, shared, config)
+    y, *beside = down(made, own, order, down_proj, shared, config)
     return combine.summed(y, ids, weights, experts, dtype, beside[0] if beside else None, residual)
 
 
 def gated(
     x: Float[Array, "M D"],
-    rows: tuple[Int[Array, " S"], Int[Array, "S R"]],
+    order: Order,
     slots: int,
     weight: QTensor,
     below: QTensor,
@@ -60,7 +62,7 @@ def gated(
 
     Args:
         x: tokens.
-        rows: of experts.
+        order: of slots and tokens.
         slots: of each token.
         weight: gates and the rows above of all experts.
         below: down projections of all experts.
@@ -71,18 +73,17 @@ def gated(
         [copies * S, F and more], whose columns behind F hold anything; and, of the shared expert,
         the same [copies * M, Fs and more] and its strengths [M, 1].
     """
-    (tokens, _), hidden = x.shape, weight.shape[1] // 2
-    joint = Joint.of(weight, hidden, config.gate_up)
+    tokens, joint = x.shape[0], _gates(weight, config)
     behind = Joint.of(below, below.shape[1], config.down)
-    narrow = x.astype(jnp.bfloat16)
-    arrays = [turned(narrow, joint.cut.units, *joint.order), *rows, *joint.arrays]
-    count, shapes = len(arrays), [behind.struct_of(rows[0].size)]
+    rows = order.experts.size
+    arrays = [order.inputs[0], order.experts, order.slots, *joint.arrays]
+    count, shapes = len(arrays), [behind.struct_of(rows)]
     first_routed = of_tokens = end = 0
     gate = last = joint
     if shared is not None:
         gate, up, last = _own(shared, config)
         of_tokens = pl.cdiv(tokens, gate.cut.rows) * gate.tiles
-        arrays += [turned(narrow, gate.cut.units, *gate.order), *gate.arrays, *up.arrays]
+        arrays += [order.inputs[1], *gate.arrays, *up.arrays]
         end = len(arrays)
         arrays += [x, shared.gate, *([] if shared.logit is None else [shared.logit])]
         shapes += [last.struct_of(tokens), jax.ShapeDtypeStruct((tokens, 1), jnp.float32)]
@@ -117,7 +118,7 @@ def gated(
             num_warps=config.gate_up.num_warps,
             num_stages=config.gate_up.num_stages,
             name="expert_dispatch_gate_up",
-            grid=(first_routed + rows[0].size * joint.tiles,),
+            grid=(first_routed + rows * joint.tiles,),
             out_shape=shapes,
         )(*arrays)
     )
@@ -126,7 +127,7 @@ def gated(
 def down(
     made: Float[Array, "CS F"],
     own: list[Array],
-    rows: tuple[Int[Array, " S"], Int[Array, "S R"]],
+    order: Order,
     weight: QTensor,
     shared: SharedExpert | None,
     config: SomeTokens,
@@ -136,7 +137,7 @@ def down(
     Args:
         made: by `gated`.
         own: what it made of the shared expert.
-        rows: of experts.
+        order: of slots.
         weight: of all experts.
         shared: expert.
         config: see there.
@@ -144,10 +145,10 @@ def down(
     Returns:
         [S, D], in slots that are not filled anything; and the shared expert's part [M, D].
     """
-    width = weight.shape[1]
+    rows, width = order.experts.size, weight.shape[1]
     joint = Joint.of(weight, width, config.down)
-    arrays = [made, *rows, *joint.arrays]
-    count, shapes = len(arrays), [jax.ShapeDtypeStruct((rows[0].size, width), jnp.float32)]
+    arrays = [made, order.experts, order.slots, *joint.arrays]
+    count, shapes = len(arrays), [jax.ShapeDtypeStruct((rows, width), jnp.float32)]
     last, of_tokens = joint, 0
     if shared is not None:
         last = _own(shared, config)[2]
@@ -178,7 +179,7 @@ def down(
             num_warps=config.down.num_warps,
             num_stages=config.down.num_stages,
             name="expert_dispatch_down",
-            grid=(of_tokens + rows[0].size * joint.tiles,),
+            grid=(of_tokens + rows * joint.tiles,),
             out_shape=shapes,
         )(*arrays)
     )
@@ -245,6 +246,11 @@ def _outputs_of_tokens(last: Joint, ins: Sequence[Any], out_ref: Any, index: Any
     mine = last.rows_of(tile)
     [y] = last.products([(of_own, 0)], first, last.inputs(made_ref, mine, 1))
     last.store_plainly(out_ref, mine, first, y * last.of_rows(strength_ref, mine))
+
+
+def _gates(weight: QTensor, config: SomeTokens) -> Joint:
+    """Gates and the rows above of all experts; as many outputs as there are gates."""
+    return Joint.of(weight, weight.shape[1] // 2, config.gate_up)
 
 
 def _own(shared: SharedExpert, config: SomeTokens) -> tuple[Joint, Joint, Joint]:
