@@ -111,19 +111,20 @@ def heuristic(
 def joint(copies: int, copies_below: int) -> SomeTokens:
     """A configuration where tokens share tiles.
 
-    Programs are of one warp, so that many of them wait for memory at a time. Tensor cores take
-    eight columns, of which each copy of the inputs needs its own.
+    Programs are of two warps, which read the same inputs: less of them, and as many programs as
+    registers let reside. Tensor cores take eight columns, of which each copy of the inputs needs
+    its own.
 
     Args:
         copies: of what `gate_up_proj` meets, see `tile.copies`.
         copies_below: of what `down_proj` meets.
     """
     rows = 8 // min(copies, copies_below)
-    own = SomeRows(8, 16, num_warps=1)
+    own = SomeRows(8)
     blocks, blocks_below = (2 if rows * count <= 16 else 1 for count in (copies, copies_below))
     return SomeTokens(
-        SomeRows(rows, 16, num_warps=1, blocks=blocks),
-        SomeRows(rows, 32, num_warps=1, blocks=blocks_below),
+        SomeRows(rows, blocks=blocks),
+        SomeRows(rows, 64, blocks=blocks_below),
         own,
         own,
     )
@@ -133,7 +134,7 @@ def others(config: FewTokens | SomeTokens) -> list[FewTokens | SomeTokens]:
     """What may be tried in place of a heuristic's configuration."""
     if isinstance(config, SomeTokens):
         stages = varied(config.gate_up, num_stages=(2, 4), blocks=(1, 2, 4))
-        return varied(config, gate_up=stages, down=varied(config.down, outputs=(16, 32, 64)))
+        return varied(config, gate_up=stages, down=varied(config.down, outputs=(32, 64, 128)))
     outputs = (2, 4, 8, 16)
     firsts = [c for c in varied(config.gate_up, outputs=outputs) if c.outputs >= c.outputs_at_once]
     seconds = [c for c in varied(config.down, outputs=outputs) if c.outputs >= c.outputs_at_once]
