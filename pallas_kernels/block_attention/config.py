@@ -108,10 +108,14 @@ def shared_bytes(config: Config, q: Any, key_blocks: Any) -> int:
 
 
 def _key(q: Any, key_blocks: Any, block_table: Any) -> str:
-    """What entries of `tuning_data` are found by; room is the tokens that the table has."""
+    """What entries of `tuning_data` are found by.
+
+    Room is the tokens that the table has, up to a power of two: caches are as long as prompt and
+    generation ask for, and an entry for one length alone would hardly ever count.
+    """
     batch, length, query_heads, width = q.shape
     _, kv_heads, block_size, _ = key_blocks.shape
-    room = block_table.shape[1] * block_size
+    room = pl.next_power_of_2(block_table.shape[1] * block_size)
     return (
         f"batch={batch} new={length} heads={query_heads}/{kv_heads} width={width} "
         f"block={block_size} room={room} {key_blocks.dtype}"

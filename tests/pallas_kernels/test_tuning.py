@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels._compat import H200, Target, lower_for_cuda, targeting
+from pallas_kernels.block_attention.config import config_for
 
 # Specs that are quick to trace, one for each kind of configuration.
 OPERATIONS = {
@@ -78,6 +80,24 @@ def test_every_call_has_a_key_and_other_configurations(operation):
             # Fields that JSON can hold, and the same again from them.
             fields = json.loads(json.dumps(tuning.as_fields(config)))
             assert tuning.built(fields, (type(config),)) == config
+
+
+@pytest.mark.parametrize(
+    ("blocks", "same"), [(8, False), (9, True), (10, True), (16, True), (17, False)]
+)
+def test_caches_of_about_one_length_share_an_entry(blocks, same):
+    """Tuned in a cache of 576 tokens: it counts for 640, as a command makes it, and up to 1,024."""
+    q = jax.ShapeDtypeStruct((1, 1, 16, 256), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((32, 2, 64, 256), jnp.bfloat16)
+
+    def key(blocks: int) -> tuple[str, str]:
+        table = jax.ShapeDtypeStruct((1, blocks), jnp.int32)
+        with tuning.listening() as heard:
+            config_for(H200, q, pool, table)
+        [place] = heard
+        return place
+
+    assert (key(blocks) == key(9)) is same
 
 
 @pytest.mark.parametrize("path", PACKAGED, ids=lambda path: path.stem)
