@@ -49,7 +49,8 @@ def router(
     the slots are then in falling order of scores as ever, and weights are those of the scores. In
     the end weights are multiplied with the `scale` of their experts.
 
-    All in float32, the products too: no TF32. A score of NaN ranks as +infinity. With either among
+    All with the accuracy of float32, the products too: no TF32. A score of NaN ranks as +infinity;
+    what is infinite in x or in the weight may be NaN in the logits. With either among
     its scores, all weights of a row's filled slots are NaN; the ids are those of experts.
 
     Args:
