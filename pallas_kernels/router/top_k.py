@@ -93,7 +93,7 @@ def _chosen(
     if "forced" in row.options:
         own = row.score(row.logits(ids, filled), ids, filled)
         found = _keys(jnp.where(filled, own, -jnp.inf))
-        place = _places(found, slot)
+        place = _places(found, jnp.where(filled, ids, experts + slot))
     weights = _weights(found, keys, filled, renormalise=renormalise)
     if "scale" in row.options:
         weights *= row.of_experts("scale", ids, filled)
@@ -159,9 +159,9 @@ def _number(key: Int[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(key == CLOSED, -jnp.inf, number)
 
 
-def _places(keys: Int[Array, " a"], slot: Int[Array, " a"]) -> Int[Array, " a"]:
-    """Where each slot comes in order of falling keys; of equals the earlier first."""
-    earlier = (keys[None, :] == keys[:, None]) & (slot[None, :] < slot[:, None])
+def _places(keys: Int[Array, " a"], ids: Int[Array, " a"]) -> Int[Array, " a"]:
+    """Where each slot comes in order of falling keys; of equals the lower id first."""
+    earlier = (keys[None, :] == keys[:, None]) & (ids[None, :] < ids[:, None])
     before = (keys[None, :] > keys[:, None]) | earlier
     return jnp.sum(before.astype(jnp.int32), axis=1)
 

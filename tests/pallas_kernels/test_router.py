@@ -24,6 +24,7 @@ CASES = {
     "one expert": Spec(3, 5, 1, 1),
     "many rows": Spec(SOME_ROWS + 6, 32, 12, 3, given=("valid", "bias")),
     "forced": Spec(6, 90, 21, 5, given=("valid", "forced", "scale")),
+    "forced among equals": Spec(30, 8, 60, 7, given=("valid", "limit", "mask", "forced")),
     "forced, not renormalised": Spec(6, 90, 16, 4, renormalise=False, given=("mask", "forced")),
 }
 
