@@ -7,8 +7,9 @@ float64, its ids and weights with the rule applied to those logits, and it must 
 when run again. Then the cases in `TIMED` are timed, the kernels beside what XLA makes of the
 reference, and up to 64 rows the two launches alone. Calls follow one another with other weights
 each time, more than the L2 cache holds. "of copy" is the share of the bandwidth of a 4 GiB copy.
-With `--sweep`, other ways to cut the product are timed too. Without `--output`, the JSON goes into
-the folder that $OUT names, if it names one. Exits with 1 if a case is wrong.
+With `--sweep`, other ways to cut the product are timed too, on CUDA cores and on tensor cores, with
+the second launch behind them and alone. Without `--output`, the JSON goes into the folder that $OUT
+names, if it names one. Exits with 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,48 +29,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.results import Results
+from benchmarks.kernels.router_cuts import SWEPT
 from benchmarks.kernels.timing import Chain
-from pallas_kernels.router import api, few_rows
-from pallas_kernels.router.config import FEW_ROWS, Config, heuristic
+from pallas_kernels._compat import current_target
+from pallas_kernels.router import api, triton
+from pallas_kernels.router.config import SOME_ROWS, Config, heuristic
 from pallas_kernels.router.reference import RouterOutput
-from pallas_kernels.router.specs import OPTIONS, SPECS, Spec
+from pallas_kernels.router.specs import OPTIONS, PARTS, SPECS, Spec
 from pallas_kernels.router.top_k import top_k
 
 SECONDS = 300
+# Options that have rows for each part.
+ROWED = ("bias", "mask", "forced", "scale")
 ROTATED_BYTES = 110e6
 MOST_CALLS = 128
 TIMED = (
-    *(f"{rows} rows, 8 of 256" for rows in (8, 32, 64, 512, 8192)),
+    *(f"{rows} rows, 8 of 256" for rows in (4, 8, 16, 32, 64, 512, 8192)),
     *(f"1 row, {what}" for what in ("8 of 256", "10 of 512", "8 of 128", "4 of 60")),
     "1 row, 8 of 256, float32",
     "32 rows, 10 of 512",
     "8 rows, 8 of 256, all options",
 )
-# Rows, experts, parts, warps.
-ONE = [(1, 1, 8, 8), (1, 1, 4, 4), (1, 2, 8, 8), (1, 2, 4, 4), (1, 1, 4, 8), (1, 1, 2, 8)]
-SWEPT = {
-    "1 row, 8 of 256": ONE,
-    "1 row, 10 of 512": [*ONE, (1, 4, 8, 8), (1, 4, 4, 4), (1, 2, 4, 8)],
-    "8 rows, 8 of 256": [
-        *((8, 2, parts, warps) for parts, warps in ((4, 4), (8, 8), (2, 4), (4, 8), (1, 2))),
-        *((4, 2, parts, warps) for parts, warps in ((4, 4), (8, 8), (2, 4), (4, 8))),
-        *((4, 4, parts, warps) for parts, warps in ((4, 4), (8, 8), (2, 4))),
-        *((2, 4, parts, warps) for parts, warps in ((4, 4), (8, 8), (2, 4))),
-        *((8, 1, parts, warps) for parts, warps in ((4, 4), (8, 8), (4, 8))),
-    ],
-    "32 rows, 8 of 256": [
-        *((8, 2, parts, warps) for parts, warps in ((1, 4), (2, 4), (4, 8), (2, 8), (4, 4))),
-        *((8, 4, parts, warps) for parts, warps in ((1, 4), (2, 4), (4, 8), (2, 2), (4, 4))),
-        *((4, 4, parts, warps) for parts, warps in ((1, 4), (2, 4), (4, 8), (2, 2), (1, 2))),
-        *((4, 8, parts, warps) for parts, warps in ((1, 2), (2, 4), (4, 4))),
-    ],
-    "64 rows, 8 of 256": [
-        *((8, 4, parts, warps) for parts, warps in ((1, 4), (2, 4), (2, 8), (1, 2), (4, 4))),
-        *((4, 8, parts, warps) for parts, warps in ((1, 4), (2, 4), (1, 2))),
-        *((16, 2, parts, warps) for parts, warps in ((1, 4), (2, 4), (4, 4))),
-        *((8, 2, parts, warps) for parts, warps in ((1, 4), (2, 4), (1, 8))),
-    ],
-}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -83,19 +63,22 @@ def arguments(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
     shapes = spec.arguments()
     keys = jax.random.split(jax.random.key(seed), 3)
     rng = np.random.default_rng(seed)
-    values = {
-        "bias": rng.standard_normal((spec.rows, spec.experts)),
-        "mask": rng.random((spec.rows, spec.experts)) < 0.9,
-        "valid": rng.random(spec.rows) < 0.9,
-        "limit": rng.integers(0, spec.slots + 2, spec.rows),
-        "temperature": 2.0 ** rng.integers(-1, 2, spec.rows),
+    drawn = {
+        "bias": rng.standard_normal,
+        "mask": lambda shape: rng.random(shape) < 0.9,
+        "valid": lambda shape: rng.random(shape) < 0.9,
+        "limit": lambda shape: rng.integers(0, spec.slots + 2, shape),
+        "temperature": lambda shape: 2.0 ** rng.integers(-1, 2, shape),
+        "forced": lambda shape: rng.random(shape) < 2 / spec.experts,
+        "scale": rng.random,
+        "part": lambda shape: np.full(shape, PARTS - 1),
     }
     weight = normal(keys[1], shapes[1]) * jnp.asarray(spec.width**-0.5, shapes[1].dtype)
     return (
         normal(keys[0], shapes[0]),
         weight,
         *(
-            None if shape is None else jnp.asarray(values[name][: shape.shape[0]], shape.dtype)
+            None if shape is None else jnp.asarray(drawn[name](shape.shape), shape.dtype)
             for name, shape in zip(OPTIONS, shapes[2:], strict=True)
         ),
     )
@@ -106,18 +89,24 @@ def choice(spec: Spec, logits: np.ndarray, options: dict[str, np.ndarray]) -> tu
     score = logits + options.get("bias", np.float32(0))
     if "temperature" in options:
         score /= options["temperature"][:, None]
-    score = np.where(options.get("mask", True), score.astype(np.float64), -np.inf)
-    ids = np.argsort(-score, axis=1, kind="stable")[:, : spec.slots]
-    p = np.exp(score - score.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    filled = np.take_along_axis(score, ids, 1) > -np.inf
+    may = options.get("mask", np.full((1, 1), True))
+    score = np.where(may, score.astype(np.float64), -np.inf)
+    first = np.where(options.get("forced", False) & may, np.inf, score)
+    ids = np.argsort(-first, axis=1, kind="stable")[:, : spec.slots]
+    filled = np.take_along_axis(first, ids, 1) > -np.inf
     if "limit" in options:
         filled &= np.arange(spec.slots) < options["limit"][:, None]
     if "valid" in options:
         filled &= options["valid"][:, None]
+    order = np.argsort(-np.where(filled, np.take_along_axis(score, ids, 1), -np.inf), kind="stable")
+    ids, filled = (np.take_along_axis(each, order, 1) for each in (ids, filled))
+    p = np.exp(score - score.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
     weights = np.where(filled, np.take_along_axis(p, ids, 1), 0)
     if spec.renormalise:
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)
+    if "scale" in options:
+        weights *= np.take_along_axis(np.broadcast_to(options["scale"], score.shape), ids, 1)
     return np.where(filled, ids, spec.experts), weights
 
 
@@ -130,6 +119,9 @@ def check(spec: Spec) -> dict[str, Any]:
     logits = np.asarray(output.logits)
     options = dict(zip(OPTIONS, arrays[2:], strict=True))
     options = {name: np.asarray(array) for name, array in options.items() if array is not None}
+    if "part" in options:
+        mine = slice(spec.rows * (PARTS - 1), spec.rows * PARTS)
+        options = {name: a[mine] if name in ROWED else a for name, a in options.items()}
     ids, weights = choice(spec, logits, options)
     exact = x @ weight.T
     row: dict[str, Any] = {
@@ -163,38 +155,46 @@ def timed(spec: Spec, copy: float) -> dict[str, Any]:
     for name, implementation in (("seconds", "triton"), ("xla_seconds", "reference")):
         run = functools.partial(api.OPERATION, implementation=implementation, **spec.settings())
         times[name] = measure(spec, run)
-    if spec.rows <= FEW_ROWS:
-        cut = heuristic(spec.rows)
-        times["logits_seconds"] = measure(spec, logits(cut))
-        times["config"] = dataclasses.asdict(cut)
-    times["top_k_seconds"] = choosing(spec)
+    config = None
+    if spec.rows <= SOME_ROWS:
+        config = heuristic(current_target().cores, *spec.arguments()[:2])
+        times["logits_seconds"] = measure(spec, logits(config))
+        times["config"] = described(config)
+    times["top_k_seconds"] = choosing(spec, config)
     return times | {"of_copy": spec.bytes_moved / times["seconds"] / copy}
 
 
-def logits(config: Config) -> Callable[..., jax.Array]:
+def described(config: Config) -> dict[str, Any]:
+    """The fields of a configuration, and what it is."""
+    return {"kind": type(config).__name__, **dataclasses.asdict(config)}
+
+
+def logits(config: Config | None) -> Callable[..., jax.Array]:
     """The first launch alone."""
-    return lambda x, weight, *_: few_rows.product(x, weight, config)
+    return lambda x, weight, *_: triton.logits_in_parts(x, weight, config)
 
 
-def choosing(spec: Spec) -> float:
-    """Seconds of the second launch alone."""
-    scores = normal(jax.random.key(1), jax.ShapeDtypeStruct((spec.rows, spec.experts), jnp.float32))
+def choosing(spec: Spec, config: Config | None) -> float:
+    """Seconds of the second launch alone, behind a first one that is cut so."""
+    shape = jax.eval_shape(logits(config), *spec.arguments()[:2])
+    parts = normal(jax.random.key(1), jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     options = [arguments(spec)[2:]] * MOST_CALLS
 
-    def call(scores: jax.Array, options: tuple[Any, ...]) -> jax.Array:
-        return top_k(scores, *options, **spec.settings())[1]
+    def call(parts: jax.Array, options: tuple[Any, ...]) -> jax.Array:
+        return top_k(parts, *options, **spec.settings())[1]
 
-    return Chain.of_equals(call, scores, options).seconds()
+    return Chain.of_equals(call, parts, options).seconds()
 
 
-def sweep(spec: Spec, cuts: list[tuple[int, ...]], until: float) -> list[dict[str, Any]]:
-    """Times of the product cut in other ways, the fastest first."""
+def sweep(spec: Spec, configs: Sequence[Config], until: float) -> list[dict[str, Any]]:
+    """Times of the router with its product cut in other ways, the fastest first."""
     rows = []
-    for cut in cuts:
+    for config in configs:
         if time.monotonic() > until:
             break
-        config = Config(*cut)
-        rows.append({**dataclasses.asdict(config), "seconds": measure(spec, logits(config))})
+        run = functools.partial(triton.router, config=config, **spec.settings())
+        times = {"seconds": measure(spec, run), "logits_seconds": measure(spec, logits(config))}
+        rows.append({**described(config), **times})
     return sorted(rows, key=lambda row: row["seconds"])
 
 
@@ -220,8 +220,9 @@ def _print_table(figures: dict[str, dict[str, Any]]) -> None:
             cells.append(f"{row[key] * 1e6:8.2f}" if key in row else " " * 8)
         print(" ".join(cells) + ("" if row["right"] else "  WRONG"))
         for other in row.get("sweep", []):
-            cut = "  ".join(f"{key} {value}" for key, value in other.items() if key != "seconds")
-            print(f"    {other['seconds'] * 1e6:8.2f}  {cut}")
+            fields = {key: value for key, value in other.items() if "seconds" not in key}
+            times = f"{other['seconds'] * 1e6:8.2f} {other['logits_seconds'] * 1e6:8.2f}"
+            print(f"    {times}  " + "  ".join(f"{key} {value}" for key, value in fields.items()))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ def router(
     the slots are then in falling order of scores as ever, and weights are those of the scores. In
     the end weights are multiplied with the `scale` of their experts.
 
-    All in float32, the products too: no TF32. A score of NaN ranks as +infinity. With either among
-    its scores, all weights of a row's filled slots are NaN; the ids are those of experts.
+    All with the accuracy of float32, the products too: no TF32. A score of NaN ranks as +infinity.
+    With either among its scores, all weights of a row's filled slots are NaN; the ids are those of
+    experts. What is infinite in x or in the weight may be NaN in the logits.
 
     Args:
         x: tokens, such as a norm's output.

@@ -1,7 +1,8 @@
 """Logits of few rows: on CUDA cores, one fused multiply-add a product.
 
 The threads of a warp share columns, some neighbours at a time, which each meets with those of
-several experts; their sums meet at the end. Tensor cores would round to TF32.
+several experts; their sums meet at the end. Tensor cores take eight rows at least, and float32
+weights only rounded to TF32; see `some_rows` for where they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import INTERPRETER, assembled, current_target, multiply_add, triton_call
 from ..lanes import parts
-from .config import Config
+from .config import FewRows
 
 LANES = 32
 LOAD_BYTES = 16
@@ -25,7 +26,7 @@ UNROLLED = 512
 
 
 def product(
-    x: Float[Array, "M D"], weight: Float[Array, "E D"], config: Config
+    x: Float[Array, "M D"], weight: Float[Array, "E D"], config: FewRows
 ) -> Float[Array, "M E"]:
     """The logits; see `reference.product`."""
     (rows, width), experts = x.shape, weight.shape[0]
@@ -83,7 +84,7 @@ def _iota(tile: tuple[int, ...], axis: int) -> Int[Array, "..."]:
     return jax.lax.broadcasted_iota(jnp.int32, tile, axis)
 
 
-def _places(config: Config, tile: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
+def _places(config: FewRows, tile: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
     """The rows of a program, and the experts of its warps; some may be past the end."""
     row = [pl.program_id(0) * config.rows + i for i in range(config.rows)]
     first = (pl.program_id(1) * tile[0] + _iota(tile, 0)) * config.experts
@@ -105,7 +106,7 @@ def _added(
     return assembled(text, [total, *xs, *ys], ",".join(["=f", *["f"] * (1 + 2 * count)]))
 
 
-def _store(out_ref: Any, sums: tuple[Float[Array, "w p u"], ...], config: Config) -> None:
+def _store(out_ref: Any, sums: tuple[Float[Array, "w p u"], ...], config: FewRows) -> None:
     """Add over the threads that share columns and write.
 
     Args:

@@ -60,7 +60,7 @@ def router(
         filled &= valid[:, None]
     if forced is not None:
         best = jnp.where(filled, jnp.take_along_axis(rank, ids, axis=1), -jnp.inf)
-        order = jnp.argsort(-best, axis=1, stable=True)
+        order = jnp.lexsort((jnp.where(filled, ids, weight.shape[0]), -best), axis=1)
         best, ids, filled = (jnp.take_along_axis(each, order, 1) for each in (best, ids, filled))
     # Of those that are added up. Where nothing is filled this is 0, as it must be nothing that
     # makes NaN of a gradient.

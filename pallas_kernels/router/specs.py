@@ -86,7 +86,9 @@ def _wide(rows: int) -> Spec:
 # The first are of qwen3.6-35b-a3b; then qwen3-next, qwen3-30b-a3b and qwen1.5-moe.
 SPECS = {
     "1 row, 8 of 256": Spec(),
+    "4 rows, 8 of 256": Spec(4),
     "8 rows, 8 of 256": Spec(8),
+    "16 rows, 8 of 256": Spec(16),
     "32 rows, 8 of 256": Spec(32),
     "64 rows, 8 of 256": Spec(64),
     "512 rows, 8 of 256": Spec(512),
@@ -96,6 +98,10 @@ SPECS = {
     "32 rows, 10 of 512": _wide(32),
     "512 rows, 10 of 512": _wide(512),
     "1 row, 8 of 128": Spec(experts=128),
+    "16 rows, 8 of 128, bfloat16": Spec(16, experts=128, dtype="bfloat16"),
+    "40 rows, 4 of 60, 2020 wide": Spec(40, 2020, 60, 4),
+    "5 rows, 3 of 37, 301 wide": Spec(5, 301, 37, 3),
+    "16 rows, 8 of 256, float32": Spec(16, weight="float32"),
     "1 row, 4 of 60": Spec(experts=60, slots=4, renormalise=False),
     "13 rows, 4 of 60, all options": Spec(
         13, experts=60, slots=4, renormalise=False, given=OPTIONS

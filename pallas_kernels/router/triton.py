@@ -12,8 +12,8 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import Target, current_target, triton_refusals
-from . import few_rows, reference
-from .config import FEW_ROWS, Config, config_for
+from . import few_rows, reference, some_rows
+from .config import SOME_ROWS, Config, SomeRows, config_for
 from .reference import RouterOutput
 from .specs import DTYPES, MOST_EXPERTS
 from .top_k import top_k
@@ -56,13 +56,19 @@ def router(
     config: Config | None = None,
 ) -> RouterOutput:
     """See `api.router`; `config` is chosen by shape if None."""
-    rows = x.shape[0]
-    if rows > FEW_ROWS:
-        logits = reference.product(x, weight)
-    else:
-        if config is None:
-            config = config_for(current_target(), x, weight)
-        logits = few_rows.product(x, weight, config)
     options = bias, mask, valid, limit, temperature, forced, scale, part
-    ids, weights = top_k(logits, *options, slots=slots, renormalise=renormalise)
-    return RouterOutput(ids, weights, logits)
+    parts = logits_in_parts(x, weight, config)
+    return RouterOutput(*top_k(parts, *options, slots=slots, renormalise=renormalise))
+
+
+def logits_in_parts(
+    x: Float[Array, "M D"], weight: Float[Array, "E D"], config: Config | None = None
+) -> Float[Array, "P M E"]:
+    """The first launch: logits, or what adds up to them; `config` as for `router`."""
+    if x.shape[0] > SOME_ROWS:
+        return reference.product(x, weight)[None]
+    if config is None:
+        config = config_for(current_target(), x, weight)
+    if isinstance(config, SomeRows):
+        return some_rows.product(x, weight, config)
+    return few_rows.product(x, weight, config)[None]
