@@ -4,14 +4,12 @@ A register has room for two numbers of 16 bits, and `layout` puts consecutive va
 of a word. A field at bit p of a half is masked into the mantissa of 2^(7 - p), so that both become
 2^(7 - p) + code in one instruction, and lose that and the centre of the codes in the next. With p
 from 1 on, half a step below the codes has room too. Codes of 8 bits are put together of two halves
-of theirs, each above 128. All of this is exact. What can do without the second instruction takes
-values as they are raised, see `raising`.
+of theirs, each above 128. All of this is exact.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +28,6 @@ PLACES = {
 }
 # Then the highest bits of the halves, which make values 30 and 31, lie above each other from here.
 LAST = 4
-# The same of raised values.
-PLACES_RAISED = {
-    3: tuple(((0, 0), (0, 3), (-6, 0), (-6, 3), (last, 12 + last)) for last in (-12, -11, -10)),
-    4: (((0, 0), (-4, 0), (-8, 0), (-12, 0)),),
-}
-LAST_RAISED = 3
 
 
 def values(
@@ -51,45 +43,21 @@ def values(
     if bits == 8:
         return [each for word in words for by in (0, 8) for each in _of_bytes(word, by, scales)]
     found = []
-    for fields, place in _fields(words, PLACES[bits], LAST):
-        found += _of_fields(fields, place, bits, scales)
-    return found
-
-
-def raised(words: list[UInt[Array, "*s"]], bits: int) -> list[Float[Array, "*s"]]:
-    """The codes in order, each more by `raised_by`, in bfloat16; see `values`."""
-    found = []
-    for fields, place in _fields(words, PLACES_RAISED[bits], LAST_RAISED):
-        found += _raised(fields, place, bits)
-    return found
-
-
-def raised_by(bits: int) -> list[float]:
-    """How much more than the codes `raised` is, by value of a unit; at 4 bits, of each word."""
-    places = [place for word in PLACES_RAISED[bits] for _, place in word]
-    places += [LAST_RAISED] * (bits == 3)
-    return [2.0 ** (7 - place) for place in places for _ in range(2)]
-
-
-def _fields(
-    words: list[UInt[Array, "*s"]], places: Sequence[Any], last: int
-) -> Iterator[tuple[UInt[Array, "*s"], int]]:
-    """Words shifted for each pair of values, and the bit of a half from which it is there.
-
-    Args:
-        words: see `values`.
-        places: see `PLACES`, of these bits.
-        last: see `LAST`.
-    """
     for index, word in enumerate(words):
-        for left, place in places[index % len(places)]:
-            yield _shifted(word, left), place
-    if len(places) == 3:
-        first, second, third = (
-            _shifted(word, places[index][-1][0]) & jnp.uint32(0x10001 << last + index)
-            for index, word in enumerate(words)
-        )
-        yield first | second | third, last
+        for left, place in PLACES[bits][index % len(PLACES[bits])]:
+            found += _of_fields(_shifted(word, left), place, bits, scales)
+    if bits == 3:
+        found += _of_fields(_last(words), LAST, bits, scales)
+    return found
+
+
+def _last(words: list[UInt[Array, "*s"]]) -> UInt[Array, "*s"]:
+    """Values 30 and 31, from `LAST` on in the halves."""
+    first, second, third = (
+        _shifted(word, PLACES[3][index][-1][0]) & jnp.uint32(0x10001 << LAST + index)
+        for index, word in enumerate(words)
+    )
+    return first | second | third
 
 
 def _of_fields(
@@ -106,16 +74,6 @@ def _of_fields(
         fields,
         scales,
     )
-
-
-def _raised(fields: UInt[Array, "*s"], place: int, bits: int) -> list[Float[Array, "*s"]]:
-    """What stands at some bit of the lower and of the upper halves, with the base above it."""
-    base, mask = 2.0 ** (7 - place), 2**bits - 1
-    if current_target().platform == INTERPRETER:
-        codes = [fields >> jnp.uint32(half + place) & jnp.uint32(mask) for half in (0, 16)]
-        return [(code.astype(jnp.float32) + base).astype(jnp.bfloat16) for code in codes]
-    text = f"mov.b32 mask, {mask * 0x10001 << place}; mov.b32 base, {_twice(base)}; "
-    return _halves(text + "lop3.b32 both, $1, mask, base, 0xEA;", fields, None)
 
 
 def _of_bytes(words: UInt[Array, "*s"], right: int, scales: Any) -> list[Float[Array, "*s"]]:

@@ -19,16 +19,12 @@ from ..lanes import parts
 from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
 from .operands import Shape, above_zero, iota, load, per_group
-from .pairs import raised, values
-from .raising import units_together
+from .pairs import values
 from .turn import THREADS, part_width
 from .unit import stacked
 
 Inputs = Callable[[Any, int], Float[Array, "m i"]]
 """So many inputs from a unit on, turned, of the rows of a program: for each of `copies`."""
-Decode = Callable[[list[UInt[Array, "*s"]]], list[Float[Array, "*s"]]]
-Sums = Callable[[Any], Float[Array, "m c"]]
-"""Of the same rows, the columns of `raising` of the so many-th units that meet together."""
 
 
 def products(
@@ -38,7 +34,6 @@ def products(
     first: Any,
     steps: tuple[Any, Any],
     inputs: Inputs,
-    sums: Sums | None = None,
 ) -> list[Float[Array, "o m"]]:
     """Sums of one program over a range of units, for each of some matrices of one format.
 
@@ -50,14 +45,11 @@ def products(
         first: output of the program.
         steps: first iteration and the one after the last, of `config.units` units each.
         inputs: see there.
-        sums: see there; without them, codes are not raised.
     """
     # Outputs first: then what is decoded is multiplied as it lies in registers.
     groups = copies(shape)
-    units = units_together(shape)
+    units = min(shape.group_units, BLOCK_UNITS) if groups == 1 else BLOCK_UNITS
     places = range(0, config.units, units)
-
-    decode = functools.partial(values if sums is None else raised, bits=shape.bits)
 
     def numbers(index: Any) -> list[list[list[Array]]]:
         start = index * config.units
@@ -71,16 +63,12 @@ def products(
         # One iteration ahead: nothing else here is read and needed in the same one.
         following = numbers(index + 1)
         start = index * config.units
-        made = [_codes(shape, config, decode, refs[0], row, first, start) for refs, row in matrices]
+        made = [_codes(shape, config, refs[0], row, first, start) for refs, row in matrices]
         for unit, *codes, mine in zip(places, *made, of_groups, strict=True):
-            x, base = inputs(start + unit, units * UNIT), None
-            if sums is not None:
-                taken_off = sums(jax.lax.div(start + unit, units))
-                ones = jnp.ones((config.outputs, taken_off.shape[1]), taken_off.dtype)
-                base = dot(ones, taken_off.T)
+            x = inputs(start + unit, units * UNIT)
             parts_of = zip(totals, codes, mine, strict=True)
             totals = [
-                _scaled(total, own, base, scales, x, config.rows) for total, own, scales in parts_of
+                _scaled(total, own, scales, x, config.rows) for total, own, scales in parts_of
             ]
         return totals, following
 
@@ -133,7 +121,6 @@ def _numbers(
 def _scaled(
     total: Float[Array, "o gm"],
     codes: Float[Array, "o i"],
-    base: Float[Array, "o gm"] | None,
     numbers: list[Float[Array, "o g"]],
     x: Float[Array, "gm i"],
     rows: int,
@@ -142,16 +129,13 @@ def _scaled(
 
     Args:
         total: so far.
-        codes: less their centre, or raised.
-        base: what is added to products with raised codes.
+        codes: less their centre.
         numbers: of the groups.
         x: inputs, for each group those of all rows.
         rows: see `x`.
     """
     outputs, groups = numbers[0].shape
     products = dot(codes, x.T)
-    if base is not None:
-        products = base + products
 
     def spread(each: Float[Array, "o g"]) -> Float[Array, "o gm"]:
         return jnp.broadcast_to(each[:, :, None], (outputs, groups, rows)).reshape(products.shape)
@@ -163,20 +147,13 @@ def _scaled(
 
 
 def _codes(
-    shape: Shape,
-    config: SomeRows,
-    decode: Decode,
-    codes_ref: Any,
-    row: Any,
-    first: Any,
-    start: Any,
+    shape: Shape, config: SomeRows, codes_ref: Any, row: Any, first: Any, start: Any
 ) -> list[Float[Array, "o i"]]:
     """The codes of an iteration, as many as are multiplied together: a group's, or a block's.
 
     Args:
         shape: of the product.
         config: see there.
-        decode: words.
         codes_ref: words.
         row: of them, that is the first output.
         first: output of the program.
@@ -187,17 +164,15 @@ def _codes(
         size = config.outputs, config.blocks, BLOCK_UNITS
         blocks = [parts(read(word).reshape(size).transpose(0, 2, 1)) for word in range(3)]
         return [
-            _in_order(decode([word[..., None] for word in block]), config, 3)
+            _in_order([word[..., None] for word in block], config, 3)
             for block in zip(*blocks, strict=True)
         ]
-    units = units_together(shape)
+    units = min(shape.group_units, BLOCK_UNITS)
     words = [parts(read(word)) for word in range(shape.bits // THREADS)]
     size = (config.outputs, THREADS, units)
     return [
         _in_order(
-            decode([stacked(each[unit : unit + units]).reshape(size) for each in words]),
-            config,
-            shape.bits,
+            [stacked(each[unit : unit + units]).reshape(size) for each in words], config, shape.bits
         )
         for unit in range(0, config.units, units)
     ]
@@ -235,16 +210,16 @@ def _words(
 
 
 def _in_order(
-    decoded: list[Float[Array, "o t u"]], config: SomeRows, bits: int
+    words: list[UInt[Array, "o t u"]], config: SomeRows, bits: int
 ) -> Float[Array, "o i"]:
-    """Codes of threads' parts as `turn` has them.
+    """Codes of threads' words, less their centre, as `turn` has them.
 
     Args:
-        decoded: values of parts, in order; at 3 bits, where parts are units, of one unit.
+        words: of parts; at 3 bits, where parts are units, of one unit.
         config: see there.
         bits: of a code.
     """
-    codes, units = stacked(decoded), decoded[0].shape[2]
-    size = (-1, 2, config.num_warps, 8, THREADS, units, part_width(bits) // 4, 2, 2)
+    codes = stacked(values(words, bits))
+    size = (-1, 2, config.num_warps, 8, THREADS, words[0].shape[2], part_width(bits) // 4, 2, 2)
     codes = codes.reshape(size).transpose(0, 2, 1, 3, 5, 6, 7, 4, 8)
     return codes.reshape(config.outputs, -1)

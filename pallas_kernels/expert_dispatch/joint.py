@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from ..dequant_matmul import raising, tile
+from ..dequant_matmul import tile
 from ..dequant_matmul.config import SomeRows
 from ..dequant_matmul.layout import UNIT
 from ..dequant_matmul.operands import Shape, iota, load
@@ -30,70 +30,23 @@ class Joint:
         shape: sizes; rows are not looked at.
         cut: see there; `rows` is most slots of a program, R.
         arrays: of the matrix or stack, one row behind the other.
-        share: most inputs of a row that one program writes.
     """
 
     shape: Shape
     cut: SomeRows
     arrays: list[Array]
-    share: int
 
     @classmethod
-    def of(cls, weight: QTensor, outputs: int, cut: SomeRows, share: int | None = None) -> Joint:
-        """Of a matrix or a stack, for products with so many outputs.
-
-        Args:
-            weight: the matrix or stack.
-            outputs: of a product.
-            cut: see `Joint`.
-            share: see `Joint`; None for all that are multiplied together.
-
-        Raises:
-            ValueError: sums of inputs would have too many writers.
-        """
+    def of(cls, weight: QTensor, outputs: int, cut: SomeRows) -> Joint:
+        """Of a matrix or a stack, for products with so many outputs."""
         matrix = matrix_of(weight)
         assert isinstance(matrix, Coded)
-        shape = dataclasses.replace(matrix.shape, outputs=outputs)
-        together = raising.units_together(shape) * UNIT
-        joint = cls(shape, cut, arrays_of(weight), min(together, share or together))
-        if joint.is_raised and joint.writers > raising.MOST_WRITERS:
-            raise ValueError(
-                f"programs that write {share} inputs each make {joint.writers} parts of a sum of "
-                f"{joint.summed}; accepted are {raising.MOST_WRITERS} parts, so at least "
-                f"{joint.summed // raising.MOST_WRITERS} outputs a program"
-            )
-        return joint
+        return cls(dataclasses.replace(matrix.shape, outputs=outputs), cut, arrays_of(weight))
 
     @property
     def order(self) -> tuple[int, int]:
         """See `tile.order`."""
         return tile.order(self.shape)
-
-    @property
-    def is_raised(self) -> bool:
-        """Whether codes are raised, so that inputs have sums beside them, see `raising`."""
-        return raising.is_raised(self.shape.bits)
-
-    @property
-    def columns(self) -> int:
-        """Columns of inputs, sums not counted."""
-        step = self.cut.units * UNIT
-        return pl.cdiv(self.shape.inputs, step) * step
-
-    @property
-    def together(self) -> int:
-        """Inputs that are multiplied together."""
-        return raising.units_together(self.shape) * UNIT
-
-    @property
-    def summed(self) -> int:
-        """Inputs of a sum: of those that are multiplied together, the ones of a copy."""
-        return self.together // self.order[1]
-
-    @property
-    def writers(self) -> int:
-        """Parts of a sum."""
-        return max(1, self.summed // self.share)
 
     @property
     def tiles(self) -> int:
@@ -110,36 +63,38 @@ class Joint:
         return tile * self.cut.rows + jax.lax.iota(jnp.int32, self.cut.rows)
 
     def struct_of(self, count: int) -> jax.ShapeDtypeStruct:
-        """What holds so many inputs of this matrix, in its order, and their sums behind them."""
-        sums = self.columns // self.together * raising.COLUMNS if self.is_raised else 0
-        return jax.ShapeDtypeStruct((self.order[1] * count, self.columns + sums), jnp.bfloat16)
+        """What holds so many inputs of this matrix, in its order."""
+        width = self.cut.units * UNIT
+        columns = pl.cdiv(self.shape.inputs, width) * width
+        return jax.ShapeDtypeStruct((self.order[1] * count, columns), jnp.bfloat16)
+
+    def inputs(self, ref: Any, mine: Int[Array, " R"], slots: int) -> tile.Inputs:
+        """How inputs of slots are read.
+
+        Args:
+            ref: rows of inputs in this matrix's order, each for so many slots.
+            mine: slots; those past the last are none.
+            slots: see `ref`.
+        """
+        return functools.partial(self._gathered, ref, mine, slots)
 
     def products(
-        self,
-        matrices: Sequence[tuple[Sequence[Any], Any]],
-        first: Any,
-        ref: Any,
-        mine: Int[Array, " R"],
-        slots: int,
+        self, matrices: Sequence[tuple[Sequence[Any], Any]], first: Any, inputs: tile.Inputs
     ) -> list[Float[Array, "o R"]]:
         """Products with matrices of this format.
 
         Args:
             matrices: see `tile.products`.
             first: output.
-            ref: rows of inputs as `struct_of` says, each for so many slots.
-            mine: slots; those past the last are none.
-            slots: see `ref`.
+            inputs: see there.
         """
         steps = 0, pl.cdiv(self.shape.units, self.cut.units)
-        inputs = functools.partial(self._gathered, ref, mine, slots)
-        sums = functools.partial(self._sums, ref, mine, slots) if self.is_raised else None
-        return tile.products(self.shape, self.cut, matrices, first, steps, inputs, sums)
+        return tile.products(self.shape, self.cut, matrices, first, steps, inputs)
 
     def store(
         self, ref: Any, mine: Int[Array, " R"], first: Any, made: Float[Array, "o R"]
     ) -> None:
-        """Write inputs of this matrix in its order, with zeros in other copies, and their sums.
+        """Write inputs of this matrix in its order, with zeros in other copies.
 
         Args:
             ref: see `struct_of`.
@@ -158,33 +113,6 @@ class Joint:
             # What is masked must not be at the place of another copy.
             row = jnp.where(mask, copy * slots + slot, ref.shape[0])
             plt.store(ref.at[row, place_of(column, part)], own, mask=mask)
-        if self.is_raised:
-            raised = raising.raised(first + iota((made.shape[0], 1), 0), self.shape.bits)
-            parts = made.shape[0] // min(made.shape[0], self.summed)
-            weighted = (made.astype(jnp.float32) * raised).reshape(parts, -1, mine.shape[0])
-            self.store_sums(ref, mine[None, :], first, jnp.sum(weighted, axis=1))
-
-    def store_sums(
-        self, ref: Any, slot: Int[Array, "a b"], first: Any, sums: Float[Array, "p r"]
-    ) -> None:
-        """Write sums, or parts of them.
-
-        Args:
-            ref: see `struct_of`.
-            slot: of each sum, or to be broadcast; those past the last are none.
-            first: input of the first of them.
-            sums: of inputs times `raising.raised`, of neighbours along the first axis.
-        """
-        copies, columns = self.order[1], raising.columns_of(sums, self.writers)
-        size = columns.shape
-        start = first + iota(size, 0) * min(self.share, self.summed)
-        slot = jnp.broadcast_to(slot[:, :, None], size)
-        copy = jax.lax.rem(jax.lax.div(start, self.summed), copies)
-        writer = jax.lax.rem(jax.lax.div(start, min(self.share, self.summed)), self.writers)
-        place = jax.lax.div(start, self.together) * raising.COLUMNS + writer * size[2]
-        mask = (slot < ref.shape[0] // copies) & (start < self.columns)
-        row = copy * (ref.shape[0] // copies) + slot
-        plt.store(ref.at[row, self.columns + place + iota(size, 2)], columns, mask=mask)
 
     def store_plainly(
         self, ref: Any, mine: Int[Array, " R"], first: Any, y: Float[Array, "o R"]
@@ -210,33 +138,15 @@ class Joint:
     def _gathered(
         self, ref: Any, mine: Any, slots: int, unit: Any, width: int
     ) -> Float[Array, "gm i"]:
-        """See `tile.Inputs`."""
-        _, row, exists = self._rows(ref, mine, slots, width)
-        place = unit * UNIT + iota(row.shape, 1)
-        if self.columns != self.shape.inputs:
-            exists = exists & (column_of(place, self.order[0]) < self.shape.inputs)
-        return load(ref, row, place, mask=exists)
-
-    def _sums(self, ref: Any, mine: Any, slots: int, index: Any) -> Float[Array, "gm c"]:
-        """See `tile.Sums`."""
-        copy, row, exists = self._rows(ref, mine, slots, raising.COLUMNS)
-        column = iota(row.shape, 1)
-        if self.columns != self.shape.inputs:
-            # Of inputs that do not exist nobody writes sums.
-            writer = jax.lax.div(column, raising.COLUMNS // self.writers)
-            start = index * self.together + copy * self.summed + writer * self.share
-            exists = exists & (start < self.shape.inputs)
-        return load(ref, row, self.columns + index * raising.COLUMNS + column, mask=exists)
-
-    def _rows(
-        self, ref: Any, mine: Any, slots: int, width: int
-    ) -> tuple[Int[Array, "gm i"], Int[Array, "gm i"], Bool[Array, "gm i"]]:
-        """Copy and row of each slot's inputs, for so many columns, and which there are."""
-        copies = self.order[1]
+        part, copies = self.order
         rows, size = ref.shape[0] // copies, (copies * mine.shape[0], width)
         slot = jnp.broadcast_to(mine[None, :, None], (copies, mine.shape[0], width)).reshape(size)
+        place = unit * UNIT + iota(size, 1)
+        mask = slot < slots * rows
+        if ref.shape[1] != self.shape.inputs:
+            mask = mask & (column_of(place, part) < self.shape.inputs)
         copy = jax.lax.div(iota(size, 0), mine.shape[0])
-        return copy, copy * rows + jax.lax.div(slot, slots), slot < slots * rows
+        return load(ref, copy * rows + jax.lax.div(slot, slots), place, mask=mask)
 
 
 def row_of(ref: Any, index: Any) -> Int[Array, " R"]:

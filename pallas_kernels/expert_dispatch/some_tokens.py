@@ -74,7 +74,7 @@ def gated(
         the same [copies * M, Fs and more] and its strengths [M, 1].
     """
     tokens, joint = x.shape[0], _gates(weight, config)
-    behind = _outputs(below, config)
+    behind = Joint.of(below, below.shape[1], config.down)
     rows = order.experts.size
     arrays = [order.inputs[0], order.experts, order.slots, *joint.arrays]
     count, shapes = len(arrays), [behind.struct_of(rows)]
@@ -146,7 +146,7 @@ def down(
         [S, D], in slots that are not filled anything; and the shared expert's part [M, D].
     """
     rows, width = order.experts.size, weight.shape[1]
-    joint = _outputs(weight, config)
+    joint = Joint.of(weight, width, config.down)
     arrays = [made, order.experts, order.slots, *joint.arrays]
     count, shapes = len(arrays), [jax.ShapeDtypeStruct((rows, width), jnp.float32)]
     last, of_tokens = joint, 0
@@ -206,10 +206,10 @@ def _gates_of_row(
 
     @pl.when(expert >= 0)
     def _() -> None:
+        inputs = joint.inputs(x_ref, mine, slots)
         start = expert * (2 * hidden)
         matrices = [(of_experts, start), (of_experts, start + hidden)]
-        made = joint.products(matrices, first, x_ref, mine, slots)
-        behind.store(out_ref, mine, first, _silu(made))
+        behind.store(out_ref, mine, first, _silu(joint.products(matrices, first, inputs)))
 
 
 def _gates_of_tokens(
@@ -221,7 +221,7 @@ def _gates_of_tokens(
     mine = gate.rows_of(tile)
     half = len(of_both) // 2
     matrices = [(of_both[:half], 0), (of_both[half:], 0)]
-    made = gate.products(matrices, first, x_ref, mine, 1)
+    made = gate.products(matrices, first, gate.inputs(x_ref, mine, 1))
     last.store(out_ref, mine, first, _silu(made))
 
 
@@ -233,8 +233,9 @@ def _outputs_of_row(joint: Joint, ins: Sequence[Any], out_ref: Any, index: Any) 
 
     @pl.when(expert >= 0)
     def _() -> None:
+        inputs = joint.inputs(made_ref, mine, 1)
         start = expert * joint.shape.outputs
-        [y] = joint.products([(of_experts, start)], first, made_ref, mine, 1)
+        [y] = joint.products([(of_experts, start)], first, inputs)
         joint.store_plainly(out_ref, mine, first, y)
 
 
@@ -243,7 +244,7 @@ def _outputs_of_tokens(last: Joint, ins: Sequence[Any], out_ref: Any, index: Any
     made_ref, *of_own, strength_ref = ins
     tile, first = last.place(index)
     mine = last.rows_of(tile)
-    [y] = last.products([(of_own, 0)], first, made_ref, mine, 1)
+    [y] = last.products([(of_own, 0)], first, last.inputs(made_ref, mine, 1))
     last.store_plainly(out_ref, mine, first, y * last.of_rows(strength_ref, mine))
 
 
@@ -252,19 +253,14 @@ def _gates(weight: QTensor, config: SomeTokens) -> Joint:
     return Joint.of(weight, weight.shape[1] // 2, config.gate_up)
 
 
-def _outputs(weight: QTensor, config: SomeTokens) -> Joint:
-    """Down projections of all experts."""
-    return Joint.of(weight, weight.shape[1], config.down, config.gate_up.outputs)
-
-
 def _own(shared: SharedExpert, config: SomeTokens) -> tuple[Joint, Joint, Joint]:
     """The shared expert's gate, up and down projections, which are in codes."""
 
-    def joint(weight: Any, cut: SomeRows, share: int | None = None) -> Joint:
-        return Joint.of(weight, weight.shape[0], cut, share)
+    def joint(weight: Any, cut: SomeRows) -> Joint:
+        return Joint.of(weight, weight.shape[0], cut)
 
     gate, up = (joint(weight, config.shared) for weight in (shared.gate_proj, shared.up_proj))
-    return gate, up, joint(shared.down_proj, config.shared_down, config.shared.outputs)
+    return gate, up, joint(shared.down_proj, config.shared_down)
 
 
 def _silu(products: list[Float[Array, "o m"]]) -> Float[Array, "o m"]:

@@ -18,13 +18,6 @@ from pallas_kernels.expert_dispatch.specs import Spec
 from pallas_kernels.testing import interpreted
 
 EXPERTS = 7
-# By value, what codes are raised by, and their centre: at 3 bits fields from bits 0 and 3 of half a
-# word twice, the fifth from bit 0, 1 or 2 by the word, the last two from bit 3.
-RAISED = {
-    3: [b + 3.5 for word in (128, 64, 32) for b in (128, 16, 128, 16, word) for _ in "ab"]
-    + [19.5] * 2,
-    4: [135.5] * 32,
-}
 
 
 def reader(width: int, bits: int, group_size: int, rows: int, blocks: int = 1) -> Joint:
@@ -84,28 +77,7 @@ def check(ids: np.ndarray, width: int, dtype: str, readers: list[Joint]) -> None
         step = 128 * each.cut.blocks
         wanted = turned(narrow, part, copies, -(-width // step) * step)
         assert found.dtype == jnp.bfloat16
-        numbers = np.asarray(found, np.float64)
-        np.testing.assert_array_equal(numbers[:, : wanted.shape[1]], wanted)
-        check_sums(numbers[:, wanted.shape[1] :], narrow, each, wanted.shape[1])
-
-
-def check_sums(found: np.ndarray, x: np.ndarray, reader: Joint, columns: int) -> None:
-    """Behind the inputs, minus the sums that raised codes add, in three numbers each."""
-    bits, copies = reader.shape.bits, found.shape[0] // x.shape[0]
-    if bits == 8:
-        assert found.shape[1] == 0
-        return
-    together = 128 if bits == 3 else min(32 * reader.shape.group_units, 128)
-    wide = np.zeros((x.shape[0], columns))
-    wide[:, : x.shape[1]] = x
-    above = np.resize(RAISED[bits], columns)
-    terms = (wide * above).reshape(x.shape[0], -1, copies, together // copies)
-    wanted = -terms.sum(3).transpose(2, 0, 1).reshape(found.shape[0], -1)
-    parts = found.reshape(*wanted.shape, 16)
-    assert not parts[..., 3:].any()
-    # The sum is one of float32; the rest is exact.
-    bound = 2.0**-20 * np.abs(terms).sum(3).transpose(2, 0, 1).reshape(wanted.shape)
-    assert (np.abs(parts.sum(-1) - wanted) <= bound).all()
+        np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
 
 
 def drawn(tokens: int, slots: int) -> np.ndarray:
@@ -128,7 +100,7 @@ CASES = {
     ),
     "63 slots": (drawn(21, 3), 420, "bfloat16", [(3, 128, 8, 1), (4, 64, 8, 2)]),
     "64 slots": (drawn(16, 4), 512, "float32", [(4, 32, 8, 2), EIGHT]),
-    "two read alike": (drawn(13, 5), 330, "float32", [EIGHT, (8, 128, 16, 1)]),
+    "two read alike": (drawn(13, 5), 330, "float32", [EIGHT, (4, 128, 16, 1)]),
     "64 tokens, 10 slots": (drawn(64, 10), 200, "float32", [THREE, (3, 64, 8, 1)]),
 }
 
@@ -151,7 +123,7 @@ def test_order_on_a_gpu(name):
 
 
 def test_those_that_read_alike_share_an_array():
-    readers = [reader(330, *each) for each in (EIGHT, (8, 128, 16, 1), (4, 128, 16, 1))]
+    readers = [reader(330, *each) for each in (EIGHT, (4, 128, 16, 1), THREE)]
     with interpreted():
         order = ordered(jnp.ones((2, 330)), jnp.zeros((2, 1), jnp.int32), 1, readers)
     first, second, third = order.inputs

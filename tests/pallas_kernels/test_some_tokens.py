@@ -6,21 +6,17 @@ import dataclasses
 import functools
 import re
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels._compat import H200, lower_for_cuda, targeting
 from pallas_kernels.dequant_matmul.config import SomeRows
-from pallas_kernels.dequant_matmul.turn import column_of
-from pallas_kernels.expert_dispatch import some_tokens, triton
+from pallas_kernels.expert_dispatch import triton
 from pallas_kernels.expert_dispatch.config import FewTokens, SomeTokens
-from pallas_kernels.expert_dispatch.order import ordered
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted
-from tests.pallas_kernels.expert_calls import EXPERTS, SLOTS, check_whole, drawn, small
+from tests.pallas_kernels.expert_calls import check_whole, small
 
 # Of most experts more slots than a row holds, of one none; in three tiles or more, none full.
 SOME = SomeTokens(
@@ -44,44 +40,6 @@ def test_tokens_that_share_experts(name):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_tokens_that_share_experts_on_a_gpu(name, bits):
     check_whole(dataclasses.replace(TOGETHER[name], shared_bits=bits), SOME)
-
-
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_sums_of_raised_codes(group_size):
-    """To float32's accuracy: what is taken off again is up to forty times what is left."""
-    spec = small(3, 3, tokens=3, group_size=group_size, shared_hidden=0, x="bfloat16")
-    with interpreted():
-        check_down(spec)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_sums_of_raised_codes_on_a_gpu(group_size):
-    check_down(small(3, 3, tokens=3, group_size=group_size, shared_hidden=0, x="bfloat16"))
-
-
-def check_down(spec: Spec) -> None:
-    """Each slot's down projection against float64 of what lies between the launches."""
-    (x, ids, _, up, below, _), numbers = drawn(spec)
-    config = dataclasses.replace(SOME, gate_up=SomeRows(4, 32), down=SomeRows(4, 32, blocks=2))
-    flat, below_in_order = np.asarray(ids).reshape(-1), some_tokens._outputs(below, config)
-
-    @jax.jit
-    def run(x, ids, up, below):
-        order = ordered(x, ids, EXPERTS, [some_tokens._gates(up, config)])
-        [made] = some_tokens.gated(x, order, SLOTS, up, below, None, config)
-        return made, *some_tokens.down(made, [], order, below, None, config)
-
-    made, y = run(x, ids, up, below)
-    part, copies = below_in_order.order
-    columns = np.asarray(column_of(jnp.arange(below_in_order.columns), part))
-    wide = np.zeros((flat.size, below_in_order.columns))
-    for copy in np.asarray(made, np.float64).reshape(copies, flat.size, -1):
-        wide[:, columns] += np.nan_to_num(copy[:, : columns.size])
-    for slot, expert in enumerate(flat):
-        if 0 <= expert < EXPERTS:
-            wanted = numbers[3][expert] @ wide[slot, : spec.hidden]
-            assert np.linalg.norm(y[slot] - wanted) <= 5e-5 * np.linalg.norm(wanted)
 
 
 def test_tokens_that_share_experts_lower_for_cuda():
