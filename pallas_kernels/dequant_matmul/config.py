@@ -176,7 +176,11 @@ def _some_rows(cores: int, shape: Shape, outputs: int) -> SomeRows:
     """
     copies = max(1, BLOCK_UNITS // shape.group_units) if shape.bits == 3 else 1
     rows = min(max(8, pl.next_power_of_2(shape.rows)), MOST_COLUMNS // copies)
-    config = SomeRows(rows, blocks=2 if rows * copies <= 16 else 1)
+    columns = rows * copies
+    # On an H200, the head of 248,320 outputs at 4 bits takes 261 us with 32 rows in place of 338.
+    if outputs >= MANY_OUTPUTS and 16 < columns <= 32:
+        return SomeRows(rows, outputs=64, blocks=2)
+    config = SomeRows(rows, blocks=2 if columns <= 16 else 1)
     programs, steps = pl.cdiv(outputs, config.outputs), pl.cdiv(shape.units, config.units)
     splits = 1
     while 2 * splits * programs <= 3 * cores and 4 * splits <= steps:

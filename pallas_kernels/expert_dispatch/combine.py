@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from .._compat import triton_call
 from ..dequant_matmul.operands import load
 
-# Columns a program, eight of them a thread: 16 bytes of bfloat16.
-# Columns of a program, and of a warp of it: few where tokens are, so that there are programs enough.
-COLUMNS, COLUMNS_OF_FEW, COLUMNS_A_WARP = 1024, 256, 256
+# Columns of a warp, eight a thread: 16 bytes of bfloat16. Programs of few tokens are of one warp,
+# so that there are enough of them, and of more tokens of four.
+COLUMNS, WARPS = 256, 4
 FEW_TOKENS = 64
 
 
@@ -43,7 +43,7 @@ def summed(
         residual: what the sum is added to; None for zero.
     """
     (tokens, slots), width = ids.shape, y.shape[1]
-    columns = COLUMNS_OF_FEW if tokens <= FEW_TOKENS else COLUMNS
+    columns = COLUMNS if tokens <= FEW_TOKENS else WARPS * COLUMNS
 
     def kernel(y_ref: Any, ids_ref: Any, weights_ref: Any, *refs: Any) -> None:
         token = pl.program_id(0)
@@ -65,7 +65,7 @@ def summed(
 
     return triton_call(
         kernel,
-        num_warps=columns // COLUMNS_A_WARP,
+        num_warps=columns // COLUMNS,
         num_stages=1,
         name="expert_dispatch_sum",
         grid=(tokens, pl.cdiv(width, columns)),
