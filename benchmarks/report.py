@@ -52,7 +52,12 @@ def bench_table() -> str:
 
 
 def _compiled(figures: Mapping[str, Any]) -> str:
-    """Seconds; the warm ones are known where programs were there from another process."""
+    """Seconds; the warm ones are known where programs were there from another process.
+
+    None are where several programs were compiled at once.
+    """
+    if figures["compile_seconds"] is None:
+        return ""
     made = figures.get("compilation")
     if made is None:
         return f"{figures['compile_seconds']:.0f} s /"
