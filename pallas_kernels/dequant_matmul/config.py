@@ -34,12 +34,15 @@ class FewRows:
         num_warps: warps a program.
         abreast: whether inputs, of 16 bits, are brought in the order that `abreast` tells of, by a
             launch of its own. The same for all matrices of a call.
+        awaited: whether no product begins before all codes of a step have been asked for, see
+            `awaited`.
     """
 
     outputs: int = 4
     units: int = 64
     num_warps: int = 2
     abreast: bool = False
+    awaited: bool = False
 
     @property
     def outputs_at_once(self) -> int:
@@ -132,7 +135,10 @@ def others(config: Config) -> list[Config]:
     """What may be tried in place of a heuristic's configuration."""
     if isinstance(config, FewRows):
         halves = FewRows(config.outputs, config.units // 2, config.num_warps // 2)
-        near = [*varied(config, outputs=(1, 2, 4, 8), abreast=(False, True)), halves]
+        near = [
+            *varied(config, outputs=(1, 2, 4, 8), abreast=(False, True), awaited=(False, True)),
+            halves,
+        ]
         return [c for c in near if c.num_warps and c.outputs >= max(1, c.outputs_at_once)]
     if isinstance(config, SomeRows):
         return varied(

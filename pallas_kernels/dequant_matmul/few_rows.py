@@ -21,6 +21,7 @@ from .._compat import multiply_add
 from ..lanes import parts
 from . import uncoded
 from .abreast import PIECE, abreast, places_of_step
+from .awaited import zero_behind
 from .config import FewRows
 from .layout import CENTRES, UNIT
 from .operands import Shape, iota, load, words
@@ -74,7 +75,7 @@ def _product(shares: Sequence[Share], config: FewRows, x_ref: Any) -> None:
         read = chosen(shares, functools.partial(_read, config, step))
         read_inputs = _abreast if config.abreast else _inputs
         rows = [read_inputs(shape, x_ref, row, tile, step) for row in range(shape.rows)]
-        made = _products(shape.bits, has_zero, rows, read)
+        made = _products(shape.bits, has_zero, rows, read, config.awaited)
         return [added + product for added, product in zip(sums, made, strict=True)]
 
     sums = [jnp.zeros(tile, jnp.float32)] * (config.outputs // tile[0] * shape.rows)
@@ -104,7 +105,11 @@ def _read(config: FewRows, step: Any, share: Share) -> list[tuple[Any, ...]]:
 
 
 def _products(
-    bits: int, has_zero: bool, rows: list[list[Array]], read: list[tuple[Any, ...]]
+    bits: int,
+    has_zero: bool,
+    rows: list[list[Array]],
+    read: list[tuple[Any, ...]],
+    awaited: bool,
 ) -> list[Float[Array, "o u"]]:
     """Products of units that were read, of each with all rows.
 
@@ -113,13 +118,16 @@ def _products(
         has_zero: whether groups have zero points.
         rows: inputs of units, by value of a unit.
         read: by `_read`.
+        awaited: see `FewRows`.
     """
-    centre = 0.0 if has_zero else CENTRES[bits]
-    starts = [start_of(values, bits, centre) for values in rows]
+    read = [(codes, *(each.astype(jnp.float32) for each in numbers)) for codes, *numbers in read]
+    centre, zero = 0.0 if has_zero else CENTRES[bits], jnp.zeros_like(rows[0][0])
+    if awaited:
+        zero = zero_behind([each for codes, *numbers in read for each in (*codes, *numbers)])
+    starts = [start_of(values, bits, centre, zero) for values in rows]
     totals = [total(values) for values in rows] if has_zero else []
     found = []
-    for codes, *numbers in read:
-        scales, *zeros = (number.astype(jnp.float32) for number in numbers)
+    for codes, scales, *zeros in read:
         for row, values in enumerate(rows):
             product = multiplied(codes, values, starts[row])
             if zeros:
@@ -167,9 +175,15 @@ def _abreast(
     return [value.astype(jnp.float32) for value in values]
 
 
-def start_of(values: list[Array], bits: int, centre: float) -> Array:
-    """Where sums of products start: less what is on the values' way, and the centre of codes."""
-    start = jnp.zeros_like(values[0])
+def start_of(values: list[Array], bits: int, centre: float, start: Array) -> Array:
+    """Where sums of products start: less what is on the values' way, and the centre of codes.
+
+    Args:
+        values: inputs, by value of a unit.
+        bits: of a code.
+        centre: of codes.
+        start: zero.
+    """
     for value, offset in zip(values, offsets(bits), strict=True):
         start = multiply_add(value, -(offset + centre), start)
     return start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from . import gates
-from .config import Cut, FewTokens
+from .config import FewTokens
 from .gates import store
 from .matrix import Coded, arrays_of, matrix_of
 from .shared import SharedExpert
@@ -35,7 +36,7 @@ class GateUp:
         self._matrix, self._tokens = matrix_of(shared.gate_proj), tokens
         self._abreast = config.abreast and isinstance(self._matrix, Coded)
         self._hidden = shared.gate_proj.shape[0]
-        self._cut = Cut(config.shared_outputs, config.gate_up.units, config.gate_up.num_warps)
+        self._cut = dataclasses.replace(config.gate_up, outputs=config.shared_outputs)
         self._tiles = pl.cdiv(self._hidden, self._cut.outputs)
         self.arrays = [*arrays_of(shared.gate_proj), *arrays_of(shared.up_proj), shared.gate]
         self._has_logit = shared.logit is not None

@@ -27,11 +27,13 @@ class Cut:
         outputs: rows of the matrix a program, a power of two, at least `outputs_at_once`.
         units: units of each that are read at once, one a thread: a power of two.
         num_warps: warps a program.
+        awaited: see `dequant_matmul.config.FewRows`.
     """
 
     outputs: int = 4
     units: int = 64
     num_warps: int = 2
+    awaited: bool = False
 
     @property
     def outputs_at_once(self) -> int:
@@ -135,9 +137,11 @@ def others(config: FewTokens | SomeTokens) -> list[FewTokens | SomeTokens]:
     if isinstance(config, SomeTokens):
         stages = varied(config.gate_up, num_stages=(2, 4), blocks=(1, 2, 4))
         return varied(config, gate_up=stages, down=varied(config.down, outputs=(32, 64, 128)))
-    outputs = (2, 4, 8, 16)
-    firsts = [c for c in varied(config.gate_up, outputs=outputs) if c.outputs >= c.outputs_at_once]
-    seconds = [c for c in varied(config.down, outputs=outputs) if c.outputs >= c.outputs_at_once]
+    outputs, both = (2, 4, 8, 16), (False, True)
+    firsts, seconds = (
+        [c for c in varied(cut, outputs=outputs, awaited=both) if c.outputs >= c.outputs_at_once]
+        for cut in (config.gate_up, config.down)
+    )
     found = varied(config, gate_up=firsts, down=seconds)
     shared = (config.gate_up.outputs_at_once, config.gate_up.outputs)
     return [

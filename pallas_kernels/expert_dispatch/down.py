@@ -140,7 +140,8 @@ def _routed(
             inside = output < width if width % cut.outputs else None
             mask = all_of(cut.tile, used, inside)
             read.append(matrix.read(refs, expert * width + output, unit, mask))
-        values = matrix.prepared(inputs_of_units(made_ref, row, units, step, matrix))
+        values = inputs_of_units(made_ref, row, units, step, matrix)
+        values = matrix.prepared(values, read if cut.awaited else ())
         made = [matrix.product(each, values, strength, used) for each in read]
         return [total + product for total, product in zip(sums, made, strict=True)]
 
@@ -179,7 +180,8 @@ def shared_outputs(
         mask = all_of(tile, exists, output < width if width % cut.outputs else None)
         read = matrix.read(refs, output, unit, mask)
         values = inputs_of_units(made_ref, token, units, step, matrix)
-        return [sums[0] + matrix.product(read, matrix.prepared(values))]
+        prepared = matrix.prepared(values, [read] if cut.awaited else ())
+        return [sums[0] + matrix.product(read, prepared)]
 
     total = jnp.sum(units.over_steps(add, 1)[0], axis=1)
     size = cut.outputs_at_once, cut.outputs // cut.outputs_at_once

@@ -46,7 +46,8 @@ def made(
             inside = index < hidden if hidden % cut.outputs else None
             mask = all_of(cut.tile, exists, inside)
             read += [matrix.read(refs, row + index, unit, mask) for refs, row in parts]
-        values = matrix.prepared(inputs_of_units(*x, units, step, matrix))
+        values = inputs_of_units(*x, units, step, matrix)
+        values = matrix.prepared(values, read if cut.awaited else ())
         products = [matrix.product(each, values) for each in read]
         return [total + product for total, product in zip(sums, products, strict=True)]
 

@@ -7,7 +7,7 @@ A unit is 32 codes, or 16 bytes of numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import multiply_add
 from ..dequant_matmul.abreast import places_of_step
+from ..dequant_matmul.awaited import zero_behind
 from ..dequant_matmul.few_rows import start_of, total
 from ..dequant_matmul.layout import CENTRES, UNIT, unit_count
 from ..dequant_matmul.operands import Shape, load, per_group, words
@@ -112,12 +113,21 @@ class Coded:
         numbers = [per_group(ref, row, group, mask) for ref in refs[1:]]
         return (words(self.shape, refs[0], row, unit, mask), *numbers)
 
-    def prepared(self, values: list[Float[Array, "o u"]]) -> tuple[Any, ...]:
-        """Inputs of units, and what all rows need of them."""
-        centre = 0.0 if self.zero else CENTRES[self.shape.bits]
+    def prepared(
+        self, values: list[Float[Array, "o u"]], awaited: Sequence[Any] = ()
+    ) -> tuple[Any, ...]:
+        """Inputs of units, and what all rows need of them.
+
+        Args:
+            values: inputs.
+            awaited: what `read` has read that no product may begin without.
+        """
+        centre, zero = 0.0 if self.zero else CENTRES[self.shape.bits], jnp.zeros_like(values[0])
+        if awaited:
+            zero = zero_behind([each for words, *more in awaited for each in (*words, *more)])
         return (
             values,
-            start_of(values, self.shape.bits, centre),
+            start_of(values, self.shape.bits, centre, zero),
             total(values) if self.zero else None,
         )
 
@@ -179,8 +189,10 @@ class Plain:
         rows = jnp.broadcast_to(row[..., None], size)
         return [part.astype(jnp.float32) for part in parts(load(refs[0], rows, column, mask=mask))]
 
-    def prepared(self, values: list[Float[Array, "o u"]]) -> list[Float[Array, "o u"]]:
-        """Inputs of units."""
+    def prepared(
+        self, values: list[Float[Array, "o u"]], awaited: Sequence[Any] = ()
+    ) -> list[Float[Array, "o u"]]:
+        """Inputs of units; for numbers there is nothing to await."""
         return values
 
     def product(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.dequant_matmul import layout, pairs, unit
+from pallas_kernels.dequant_matmul import awaited, layout, pairs, unit
 from pallas_kernels.dequant_matmul.unit import centred, offsets, positions
 from pallas_kernels.testing import interpreted
 
@@ -136,11 +137,16 @@ def assembled(text: str, *arguments: Any) -> dict[str, Any]:
         match operation:
             case "shl.b32":
                 at[to] = values[0] << values[1]
-            case "shr.b32":
+            case "shr.b32" | "shr.u32":
                 at[to] = values[0] >> values[1]
-            case "lop3.b32":
-                assert names[3] == "0xEA"
+            case "lop3.b32" if names[3] == "0xEA":
                 at[to] = (values[0] & values[1]) | values[2]
+            case "lop3.b32" if names[3] == "0x96":
+                at[to] = values[0] ^ values[1] ^ values[2]
+            case "xor.b32":
+                at[to] = values[0] ^ values[1]
+            case "popc.b32":
+                at[to] = np.bitwise_count(values[0]).astype(np.uint32)
             case "mov.b32" if to == "value":
                 at[to] = values[0].view(np.float32)
             case "mov.b32" | "mov.f32":
@@ -175,6 +181,28 @@ def test_assembly_gives_every_code_at_every_place(bits, monkeypatch):
     monkeypatch.setattr(pairs, "assembled", run)
     found = pairs.values([jnp.asarray(word) for word in words], bits)
     np.testing.assert_array_equal(np.stack(found, 1), expected - layout.CENTRES[bits])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 64, 65])
+def test_what_awaits_words_needs_each_of_them_and_is_zero(count, monkeypatch):
+    """Also where all bits are set. Interpreted kernels run none of it."""
+    rng, texts = np.random.default_rng(0), []
+    words = rng.integers(0, 2**32, (count, 100), np.uint32)
+    words[:, 0] = 2**32 - 1
+    words[1:, :2] = 0
+
+    def run(text: str, arguments: Any, *_: Any) -> Any:
+        texts.append(text)
+        arrays = [np.asarray(argument).view(np.uint32) for argument in arguments]
+        return jnp.asarray(assembled(text, *arrays)["$0"].view(np.float32))
+
+    monkeypatch.setattr(awaited, "assembled", run)
+    numbers = [jnp.asarray(word) for word in words[1:]] + [jnp.asarray(words[0].view(np.float32))]
+    zero = awaited.zero_behind(numbers)
+    assert zero.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(zero).view(np.uint32), 0)
+    for number in range(1, count + 1):
+        assert len(re.findall(rf"\${number}\b", texts[0])) == 1
 
 
 @pytest.mark.parametrize("bits", layout.BITS)

@@ -67,7 +67,7 @@ def test_interpreted_kernel_equals_the_formula(name):
 
 # Three tiles or more along each axis, the last ones not full.
 CUTS = {
-    "few rows": (small(2, 3, 32, inputs=520, zero=True), FewRows(8, 8, 1)),
+    "few rows": (small(2, 3, 32, inputs=520, zero=True), FewRows(8, 8, 1, awaited=True)),
     "few rows, abreast": (small(1, 8, 128, inputs=1340, outputs=5), FewRows(4, 8, 1, abreast=True)),
     "some rows": (small(33, 3, 64, zero=True, outputs=70), SomeRows(16, 32)),
     "some rows, 4 bits": (small(17, 4, 32, inputs=420, outputs=70), SomeRows(16, 32, blocks=2)),

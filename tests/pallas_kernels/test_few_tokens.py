@@ -29,8 +29,8 @@ from tests.pallas_kernels.expert_calls import (
     small,
 )
 
-FIRST = FewTokens(Cut(16, 8, 1), Cut(16, 4, 1), 4)
-SECOND = FewTokens(Cut(16, 4, 1), Cut(8, 8, 1), 8)
+FIRST = FewTokens(Cut(16, 8, 1, awaited=True), Cut(16, 4, 1), 4)
+SECOND = FewTokens(Cut(16, 4, 1), Cut(8, 8, 1, awaited=True), 8)
 CASES = {
     "3 and 4 bits": (small(3, 4), FIRST),
     "4 and 3 bits, abreast": (small(4, 3, x="bfloat16"), dataclasses.replace(FIRST, abreast=True)),
@@ -56,7 +56,12 @@ ON_GPU = CASES | {
         ("narrow", FewTokens(Cut(8, 32, 1), Cut(8, 64, 2), 2)),
         (
             "wide",
-            FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 2, abreast=x == "bfloat16"),
+            FewTokens(
+                Cut(8, 64, 2, awaited=True),
+                Cut(8, 128, 4, awaited=True),
+                2,
+                abreast=x == "bfloat16",
+            ),
         ),
     )
 }
@@ -115,6 +120,18 @@ def test_lowers_for_cuda(name):
     spec = SPECS[name]
     run = functools.partial(triton.expert_dispatch, **spec.settings())
     assert lower_for_cuda(run, *spec.arguments()).count("xla.gpu.triton") == 2
+
+
+def test_awaited_codes_lower_for_cuda():
+    """Both kernels count the bits of all that they read."""
+    spec, config = (
+        SPECS["1 token"],
+        FewTokens(Cut(8, awaited=True), Cut(8, 128, 4, awaited=True), 2),
+    )
+    run = functools.partial(triton.expert_dispatch, config=config, **spec.settings())
+    text = lower_for_cuda(run, *spec.arguments())
+    kernels = [part for part in text.split("xla.gpu.triton")[1:] if "popc.b32" in part]
+    assert len(kernels) == 2
 
 
 @pytest.mark.parametrize(
