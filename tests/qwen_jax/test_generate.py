@@ -155,6 +155,12 @@ def test_a_single_stop_string_and_none(model, tokenizer, greedy):
         assert result.text == greedy[0].text
 
 
+def test_text_that_might_have_begun_a_stop_string_is_shown_at_the_end(model, tokenizer, greedy):
+    stop = greedy[0].text[-3:] + "never in this text"
+    result = qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW, stop=stop)
+    assert (result.text, result.finish_reason) == (greedy[0].text, "length")
+
+
 def edit(path: Path, **fields: Any) -> None:
     path.chmod(0o644)
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))

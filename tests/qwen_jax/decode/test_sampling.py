@@ -182,6 +182,14 @@ def test_top_p_keeps_the_token_that_crosses_the_mass(top_p, kept):
     )
 
 
+def test_top_p_that_is_met_exactly_needs_no_further_token():
+    """Probabilities that floats hold, so that no rounding decides."""
+    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], np.float32))
+    for top_p, kept in ((0.5, 1), (0.75, 2), (0.875, 3)):
+        found = probabilities(logits, SamplingOptions(temperature=1.0, top_p=top_p))
+        assert np.flatnonzero(found).tolist() == list(range(kept))
+
+
 @pytest.mark.parametrize(
     ("top_k", "kept"), [(-1, 4), (0, 4), (1, 1), (3, 3), (4, 4), (5, 4), (10**12, 4)]
 )
