@@ -19,7 +19,7 @@ from .decode import (
 from .decode.prompt import bucket, check_ids
 from .errors import RequestError
 from .model import CausalLM, FlatModel, Intervention
-from .text import Tokenizer
+from .text import Tokenizer, stop_token_ids
 from .transcript import GenerationResult, Transcript, join
 
 DEFAULT_MAX_TOKENS = 256
@@ -72,8 +72,9 @@ def stream_generate(
         max_tokens: most new tokens a prompt. 0 gives an empty result. None: 256, or what the
             context has room for.
         sampling: options for all prompts, or one for each; greedy if None.
-        stop: strings that end a generation; they are not part of the text.
-        ignore_eos: go on through the model's end tokens.
+        stop: strings that end a generation; they are not part of the text. One that is a special
+            token, such as "<|im_end|>", ends it at that token.
+        ignore_eos: go on through the model's end tokens, but for those in `stop`.
         max_model_len: most tokens of prompt and generation together; the model's own limit if None.
         prefill_chunk_size: most prompt tokens a row in one forward pass. None: 512, and on a GPU up
             to 8192, as its memory and the number of prompts allow.
@@ -98,6 +99,9 @@ def stream_generate(
     if stops and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; this model folder has none")
     rows = [Transcript(i, len(row), tokenizer, stops) for i, row in enumerate(ids)]
+    ends = list(() if ignore_eos else model.config.eos_token_id)
+    if tokenizer is not None:
+        ends += stop_token_ids(stops, tokenizer.special_token_ids)
     length = _cache_length(longest + max_tokens)
 
     def empty_cache() -> Cache:
@@ -113,7 +117,7 @@ def stream_generate(
         params,
         max_tokens,
         tokenizer,
-        ignore_eos,
+        ends,
         prefill_chunk_size,
         intervention,
     )
@@ -127,7 +131,7 @@ def _run(
     params: list[SamplingOptions],
     max_tokens: int,
     tokenizer: Tokenizer | None,
-    ignore_eos: bool,
+    ends: list[int],
     chunk_size: int | None,
     intervention: Intervention | None,
 ) -> Iterator[GenerationResult]:
@@ -145,7 +149,7 @@ def _run(
         logits,
         max_tokens=jnp.asarray(max_tokens, jnp.int32),
         capacity=bucket(max_tokens, max_tokens * 2),
-        stop_ids=_stop_ids(() if ignore_eos else model.config.eos_token_id),
+        stop_ids=_stop_ids(ends),
         # A program that knows that it is greedy is simpler than one that asks.
         sampling=None if all(row.is_greedy for row in params) else SamplingParams.stack(params),
         vocab_size=_sampled_ids(model, tokenizer),

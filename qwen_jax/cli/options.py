@@ -91,7 +91,7 @@ class LimitFlags:
         prefill_chunk_size: most prompt tokens in one forward pass (by default 512, and on a GPU up
             to 8192, as its memory allows); memory grows with it.
         ignore_eos: go on through the model's end tokens.
-        stop: end where this text would come; may be repeated.
+        stop: end where this text, or special token, would come; may be repeated.
         kv_cache_dtype: int8 keeps keys and values in about half the memory, slightly less exact;
             auto (the default) keeps them in the model's dtype.
     """

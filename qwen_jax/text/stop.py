@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import RequestError
 from .unicode import require_unicode
@@ -66,6 +66,26 @@ class StopMatcher:
         for search in self._searches:
             search.length = 0
         return held
+
+
+def stop_token_ids(stops: Sequence[str], special: Mapping[str, int]) -> list[int]:
+    """The ids of stop strings that are special tokens, which generated text leaves out.
+
+    Args:
+        stops: The stop strings.
+        special: The tokenizer's special tokens by text.
+
+    Raises:
+        RequestError: A stop string has a special token in it and other text: no text ever has both.
+    """
+    for stop in stops:
+        inside = next((text for text in special if text in stop), stop)
+        if inside != stop and stop not in special:
+            raise RequestError(
+                f"stop string {stop!r} has the special token {inside!r} in it, which is no part of "
+                f"generated text, so that it is never found; give {inside!r} alone"
+            )
+    return [special[stop] for stop in stops if stop in special]
 
 
 class _Search:

@@ -83,11 +83,15 @@ class Tokenizer:
         return () if token_id is None else (token_id,)
 
     @cached_property
+    def special_token_ids(self) -> dict[str, int]:
+        """The ids of special tokens by their text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids that `skip_special_tokens` leaves out."""
-        return frozenset(
-            i for i, token in self.backend.get_added_tokens_decoder().items() if token.special
-        )
+        return frozenset(self.special_token_ids.values())
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's entry, in GPT-2's spelling of bytes ("Ġthe"); None if it is no token."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from ..errors import CheckpointError, RequestError
 from .parameters import Parameters
@@ -76,7 +77,8 @@ class Checkpoints:
         """The newest checkpoint.
 
         Args:
-            like: a state of the same run, or its shapes; its shardings are those of the result.
+            like: a state of the same run, or its shapes; its shardings are those of the result,
+                whatever devices it was saved from. Shapes without one go to the first device.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is another run's.
@@ -89,7 +91,7 @@ class Checkpoints:
                 step, args=orbax.args.Composite(identity=orbax.args.JsonRestore())
             )
             self._refuse_other(found.identity)
-            abstract = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
+            abstract = jax.tree.map(_target, like)
             parts = orbax.args.Composite(state=orbax.args.StandardRestore(abstract))
             return self._manager.restore(step, args=parts).state
         except (OSError, ValueError, KeyError) as error:
@@ -125,6 +127,12 @@ def fingerprint(parameters: Parameters) -> str:
             digest.update(repr((name, place, array.shape, str(array.dtype))).encode())
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def _target(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What Orbax is to make; told no place it takes the devices of the save, which may be gone."""
+    place = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from benchmarks.parity import run_prompts
 from qwen_jax import CausalLM, GenerationResult, SamplingOptions
 from qwen_jax.compile_time import compile_seconds
 from qwen_jax.errors import RequestError
+from qwen_jax.model.layers import Linear
 from qwen_jax.text import Tokenizer
 
 # One number of new tokens and few batch sizes, so that few programs are compiled.
@@ -154,6 +155,12 @@ def test_a_single_stop_string_and_none(model, tokenizer, greedy):
         assert result.text == greedy[0].text
 
 
+def test_text_that_might_have_begun_a_stop_string_is_shown_at_the_end(model, tokenizer, greedy):
+    stop = greedy[0].text[-3:] + "never in this text"
+    result = qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW, stop=stop)
+    assert (result.text, result.finish_reason) == (greedy[0].text, "length")
+
+
 def edit(path: Path, **fields: Any) -> None:
     path.chmod(0o644)
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -195,6 +202,26 @@ def test_end_tokens_of_all_files_stop(doctored, ends, greedy):
         assert result.generation_tokens == len(result.tokens)
     ignoring = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW, ignore_eos=True)
     assert [result.tokens for result in ignoring] == [result.tokens for result in greedy]
+
+
+def test_a_stop_string_may_be_a_special_token(model, tokenizer, greedy):
+    """Its text is left out of what is generated, so that it is found by its id."""
+    end = greedy[0].tokens[5]
+    rows, special = np.array(model.lm_head.weight[...]), tokenizer.token_to_id("<|im_start|>")
+    rows[[end, special]] = rows[[special, end]]
+    swapped = copy.copy(model)
+    swapped.lm_head = Linear(rows.shape[1], rows.shape[0], "float32")
+    swapped.lm_head.weight.set_value(jax.numpy.asarray(rows))
+    assert special not in model.config.eos_token_id
+    options = {"max_tokens": NEW, "ignore_eos": True}
+    stop = ["never in this text", "<|im_start|>"]
+    result = qwen_jax.generate(swapped, tokenizer, TEXTS[0], stop=stop, **options)
+    first = greedy[0].tokens.index(end)
+    assert result.tokens == [*greedy[0].tokens[:first], special]
+    assert result.text == tokenizer.decode(greedy[0].tokens[:first])
+    assert result.finish_reason == "stop"
+    with pytest.raises(RequestError, match=r"'<.im_end.>\\nX' has the special token '<.im_end.>'"):
+        qwen_jax.generate(model, tokenizer, TEXTS[0], stop="<|im_end|>\nX", **options)
 
 
 def test_ids_alone_need_no_tokenizer(model, ids, greedy):
@@ -312,6 +339,13 @@ def test_logits_that_are_not_finite_are_an_error(model, tokenizer, ids):
     weight.set_value(weight.get_value().at[ids[0][-1]].set(np.nan))
     with pytest.raises(FloatingPointError, match=r"rows \[0\]: the model gave NaN or infinite"):
         qwen_jax.generate(broken, tokenizer, TEXTS[0], max_tokens=NEW)
+
+
+def test_nan_checks_of_jax_may_be_on(model, tokenizer, greedy):
+    """NaN marks rows that took no token; none is there in a run in which all goes well."""
+    with jax.debug_nans(True):
+        result = qwen_jax.generate(model, tokenizer, TEXTS[0], max_tokens=NEW)
+    assert result.tokens == greedy[0].tokens
 
 
 def test_nothing_is_compiled_twice(model, tokenizer, greedy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,14 @@ def test_top_p_keeps_the_token_that_crosses_the_mass(top_p, kept):
     np.testing.assert_allclose(
         found[0, :kept], np.exp(FOUR[0, :kept]) / np.exp(FOUR[0, :kept]).sum(), rtol=1e-6
     )
+
+
+def test_top_p_that_is_met_exactly_needs_no_further_token():
+    """Probabilities that floats hold, so that no rounding decides."""
+    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], np.float32))
+    for top_p, kept in ((0.5, 1), (0.75, 2), (0.875, 3)):
+        found = probabilities(logits, SamplingOptions(temperature=1.0, top_p=top_p))
+        assert np.flatnonzero(found).tolist() == list(range(kept))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +436,43 @@ def test_penalties_of_a_greedy_generation_config_count(tmp_path):
     )
 
 
+# Each rule of transformers' GenerationConfig that changes tokens, with what asks for it and what
+# leaves it off.
+RULES = {
+    "bad_words_ids": ([[5]], None),
+    "begin_suppress_tokens": ([5], []),
+    "dola_layers": ("high", None),
+    "encoder_no_repeat_ngram_size": (2, 0),
+    "encoder_repetition_penalty": (1.2, 1.0),
+    "epsilon_cutoff": (3e-4, 0.0),
+    "eta_cutoff": (3e-4, 0.0),
+    "exponential_decay_length_penalty": ([5, 1.1], None),
+    "force_words_ids": ([[5]], None),
+    "forced_bos_token_id": (5, None),
+    "forced_decoder_ids": ([[1, 5]], None),
+    "forced_eos_token_id": (5, None),
+    "guidance_scale": (1.5, 1),
+    "max_time": (2.5, None),
+    "min_length": (4, 0),
+    "min_new_tokens": (4, None),
+    "no_repeat_ngram_size": (3, 0),
+    "num_beams": (4, 1),
+    "penalty_alpha": (0.6, None),
+    "sequence_bias": ([[[5], 2.0]], None),
+    "stop_strings": (["END"], []),
+    "suppress_tokens": ([5], None),
+    "token_healing": (True, False),
+    "top_h": (0.4, None),
+    "typical_p": (0.9, 1.0),
+    "watermarking_config": ({"bias": 2.0}, None),
+}
+
+
 def test_rules_of_a_generation_config_that_are_not_implemented_are_named(tmp_path):
-    (tmp_path / "generation_config.json").write_text('{"no_repeat_ngram_size": 3}')
-    with pytest.warns(UserWarning, match="no_repeat_ngram_size not implemented"):
-        SamplingOptions.from_generation_config(tmp_path)
+    for name, (asked, _) in RULES.items():
+        with pytest.warns(UserWarning, match=rf"generation_config.json: {name} not implemented"):
+            SamplingOptions.from_generation_config(write(tmp_path, {name: asked}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        off = {name: value for name, (_, value) in RULES.items()}
+        assert SamplingOptions.from_generation_config(write(tmp_path, off)) == SamplingOptions()

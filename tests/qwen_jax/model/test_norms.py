@@ -42,6 +42,18 @@ def test_the_sum_is_what_is_normalised():
     np.testing.assert_allclose(normal, np.array([0, 4, 3, 0]) * 2 / 2.5, rtol=1e-6)
 
 
+def test_small_weights_of_a_zero_centred_norm_are_not_lost():
+    """1 + w is formed in float32: bfloat16 has no number between 1 and 1.0078."""
+    weight = jnp.asarray(np.random.default_rng(0).uniform(1e-3, 3e-3, 48), jnp.bfloat16)
+    norm = RMSNorm(48, "bfloat16", eps=1e-6, zero_centred=True, implementation="reference")
+    norm.weight = nnx.Param(weight)
+    x = np.random.default_rng(1).standard_normal((3, 48)).astype(np.float32)
+    wide = x.astype(np.float64)
+    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    wanted = normal * (1 + np.asarray(weight, np.float64))
+    np.testing.assert_allclose(norm(jnp.asarray(x), "float32"), wanted, rtol=1e-6)
+
+
 def test_a_decode_step_on_a_gpu_takes_one_launch_a_norm():
     config = QwenConfig.preset("qwen3.6-35b-a3b")
     config = dataclasses.replace(config, num_hidden_layers=1, layer_types=config.layer_types[:1])

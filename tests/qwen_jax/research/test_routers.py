@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from qwen_jax import CausalLM, QwenConfig
 from qwen_jax.errors import RequestError
@@ -393,6 +394,22 @@ def test_a_router_that_gives_no_routing_is_refused(kind, no_type_checks):
     with pytest.raises(RequestError, match=message):
         routers.check_router(router, CONFIG, 0)
     routers.check_router(empty, CONFIG, 0)
+
+
+def test_padding_takes_no_expert_whatever_a_router_says(tiny, tokens):
+    def careless(x, context):
+        shape = (*x.shape[:2], 2)
+        return Routing(jnp.broadcast_to(jnp.arange(2), shape), jnp.full(shape, 0.5))
+
+    experts, model = tiny.config.num_experts, nnx.clone(tiny)
+    for layer in model.layers:
+        layer.mlp.gate = careless
+    padding = np.arange(tokens.shape[1])[None] >= LENGTHS[:, None]
+    assert padding.any()
+    for choice in model(tokens, LENGTHS, capture="ids").routing.values():
+        assert (np.asarray(choice.ids)[padding] == experts).all()
+        assert (np.asarray(choice.weights)[padding] == 0).all()
+        assert (np.asarray(choice.ids)[~padding] == [0, 1]).all()
 
 
 def test_by_name(tiny, no_type_checks):

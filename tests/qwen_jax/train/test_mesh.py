@@ -6,20 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from qwen_jax.errors import RequestError
 from qwen_jax.sharding import device_mesh, parameter_axes
+from qwen_jax.train.checkpoint import Checkpoints
 
 PROGRAM = """
-import dataclasses, json, jax, numpy as np
+import dataclasses, json, sys, jax, numpy as np
+from pathlib import Path
 from qwen_jax import QwenConfig, initialise
 from qwen_jax.errors import RequestError
 from qwen_jax.model import CausalLM
 from qwen_jax.sharding import device_mesh
 from qwen_jax.train import AdamW, Data, NextTokens, Trainer, Training, parameters_of
+from qwen_jax.train.checkpoint import Checkpoints
 from tests.qwen_jax.conftest import TINY
 
 jax.config.update("jax_disable_most_optimizations", True)
@@ -42,6 +47,9 @@ for name, mesh in {"one": None, "four": device_mesh(2, 2)}.items():
         "moment": list(state.optimiser[1].nu["layers.0.mlp.experts.down_proj"]
                        .addressable_shards[0].data.shape),
     }
+with Checkpoints(Path(sys.argv[1]), {}) as checkpoints:
+    checkpoints.save(state)
+found["saved"] = {key: np.asarray(x).tolist() for key, x in state.trained.items()}
 try:
     trainer = Trainer(CausalLM(config), training, mesh=device_mesh(1, 4))
     trainer.start(parameters_of(initialise(config, jax.random.key(0))))
@@ -52,10 +60,16 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found() -> dict:
+def folder(tmp_path_factory) -> Path:
+    """Where the process saves what four devices hold after two steps."""
+    return tmp_path_factory.mktemp("mesh") / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def found(folder) -> dict:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, str(folder)],
         env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -78,6 +92,19 @@ def test_experts_and_their_moments_lie_apart(found):
     assert (found["one"]["devices"], found["one"]["shard"]) == (1, [6, 32, 16])
     assert (found["four"]["devices"], found["four"]["shard"]) == (4, [3, 32, 16])
     assert found["four"]["moment"] == [3, 32, 16]
+
+
+@pytest.mark.slow
+def test_what_four_devices_saved_is_read_on_one(found, folder, plain, parameters):
+    here = plain.start(parameters)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), here)
+    with Checkpoints(folder, {}) as checkpoints:
+        for like in (here, shapes):
+            state = checkpoints.restore(like)
+            assert int(state.step) == 2
+            assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(state))
+            for name, values in found["saved"].items():
+                np.testing.assert_array_equal(state.trained[name], np.float32(values))
 
 
 @pytest.mark.slow
