@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
-from .options import about, flags_of
+from .flags import about, flags_of
 from .training import DescentFlags, ScopeFlags, shape_of
 
 if TYPE_CHECKING:

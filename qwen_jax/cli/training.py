@@ -15,7 +15,8 @@ from ..config import QwenConfig
 from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
 from .console import Notes, duration
-from .options import MaybeFloat, MaybeWhole, Texts, Whole, about, flag, flags_of
+from .flags import about, flag, flags_of
+from .options import MaybeFloat, MaybeWhole, Texts, Whole
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

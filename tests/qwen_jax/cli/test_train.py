@@ -144,6 +144,13 @@ def test_refused_before_any_work(train, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_loss_that_is_no_number_names_flags(train, tmp_path):
+    outcome = train(str(tmp_path / "out"), "--weights", "new", "--lr", "1e38", "--clip", "1e30")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "of step 2 is nan; lower --learning-rate or --clip" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_devices_share_evenly():
     """Of four devices, wherever these come from."""
     config = QwenConfig.from_hf(SHAPE)
