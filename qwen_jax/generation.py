@@ -86,6 +86,11 @@ def stream_generate(
         RequestError: a prompt, option or limit outside what is accepted; before any work on the
             device.
     """
+    if not isinstance(model, CausalLM):
+        raise RequestError(
+            f"the model is of type {type(model).__name__}; accepted is what qwen_jax.load returns: "
+            "model, tokenizer = qwen_jax.load(path)"
+        )
     _, prompts = _as_batch(prompt)
     ids = [_encode(model, tokenizer, p, row) for row, p in enumerate(prompts)]
     longest = max(len(row) for row in ids)
@@ -94,7 +99,7 @@ def stream_generate(
         _check_whole("prefill_chunk_size", prefill_chunk_size, 1)
     check_kv_cache_dtype(kv_cache_dtype)
     params = _sampling_rows(sampling, len(ids))
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    stops = _stop_strings(stop)
     if stops and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; this model folder has none")
     rows = [Transcript(i, len(row), tokenizer, stops) for i, row in enumerate(ids)]
@@ -267,6 +272,14 @@ def _tokens_present(
         if options.repetition_penalty != 1:
             present[row, ids[row]] = True
     return present
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
+    if isinstance(stop, str):
+        return [stop]
+    if not isinstance(stop, Iterable | None):
+        raise RequestError(f"stop is {stop!r}; accepted is a string or a list of strings")
+    return list(stop or ())
 
 
 def _cache_length(tokens: int) -> int:
