@@ -177,19 +177,21 @@ def _plan(
     import jax
 
     from ..model import parameter_shapes
+    from ..quant.abstract import nbytes
     from ..train import split
     from ..train.parameters import count
 
-    shapes: dict[str, Any] = dict(parameter_shapes(source.config))
+    shapes = source.shapes()
+    held = sum(map(nbytes, shapes.values()))
     if lora is None:
         with about("--only"):
             trained = count(split(shapes, scope.only or ("*",)).trained)
     else:
         with about("--lora-rank, --lora-targets"):
             trained = count(jax.eval_shape(lora.start, shapes, jax.random.key(0)))
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
+    numbers = count(parameter_shapes(source.config))
     return {
-        "model": f"{source.config.model_type}, {count(shapes):,} parameters",
+        "model": f"{source.config.model_type}, {numbers:,} parameters",
         "weights": "new" if source.folder is None else str(source.folder),
         "trained": f"{trained:,} parameters",
         "text": f"{len(data.tokens):,} tokens, {data.windows:,} windows of {data.window}",

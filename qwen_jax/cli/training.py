@@ -162,7 +162,7 @@ def training_of(
         )
     with flags_of(balance="balance", layer_balance="layer_balance", router_z="router_z"):
         objective = NextTokens(balance, routers.layer_balance, routers.router_z)
-    with flags_of(decay="weight_decay", clip="clip", strength="gradient_routing"):
+    with flags_of("seed", decay="weight_decay", clip="clip", strength="gradient_routing"):
         return Training(
             AdamW(descent.weight_decay, descent.clip),
             objective,
