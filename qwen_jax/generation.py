@@ -16,7 +16,7 @@ from .decode import (
     start,
     stream,
 )
-from .decode.prompt import bucket, check_ids
+from .decode.prompt import bucket, check_ids, check_whole
 from .errors import RequestError
 from .model import CausalLM, FlatModel, Intervention
 from .text import Tokenizer
@@ -96,7 +96,7 @@ def stream_generate(
     longest = max(len(row) for row in ids)
     max_tokens = _check_limits(model, longest, max_tokens, max_model_len)
     if prefill_chunk_size is not None:
-        _check_whole("prefill_chunk_size", prefill_chunk_size, 1)
+        check_whole("prefill_chunk_size", prefill_chunk_size, 1)
     check_kv_cache_dtype(kv_cache_dtype)
     params = _sampling_rows(sampling, len(ids))
     stops = _stop_strings(stop)
@@ -215,10 +215,10 @@ def _check_limits(
 ) -> int:
     """The number of new tokens, or an error that names both numbers."""
     limit = model.config.max_position_embeddings if max_model_len is None else max_model_len
-    limit = _check_whole("max_model_len", limit, 1)
+    limit = check_whole("max_model_len", limit, 1)
     if max_tokens is None:
         max_tokens = min(DEFAULT_MAX_TOKENS, max(limit - longest, 0))
-    max_tokens = _check_whole("max_tokens", max_tokens, 0)
+    max_tokens = check_whole("max_tokens", max_tokens, 0)
     if longest + max_tokens > limit:
         raise RequestError(
             f"a prompt of {longest} tokens and max_tokens {max_tokens} need "
@@ -226,12 +226,6 @@ def _check_limits(
             f"{limit}; shorten the prompt, lower max_tokens, or raise max_model_len"
         )
     return max_tokens
-
-
-def _check_whole(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{name} is {value!r}; accepted is a whole number from {least} on")
-    return int(value)
 
 
 def _sampling_rows(
