@@ -144,7 +144,7 @@ def test_first_layers_keep_their_kinds_and_widths():
     cut = first_layers(QwenConfig.from_hf(named), 2)
     assert cut.mlp_only_layers == (0,)
     assert cut.moe_intermediate_size == (512, 512)
-    with pytest.raises(RequestError, match="the model has 40"):
+    with pytest.raises(RequestError, match="41 layers of a model that has 40"):
         first_layers(config, 41)
 
 
