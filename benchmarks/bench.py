@@ -17,6 +17,7 @@ from qwen_jax.cli import guarded
 from qwen_jax.cli.bench_request import BenchRequest
 from qwen_jax.cli.console import Notes, write_json
 from qwen_jax.cli.environment import prepare_environment
+from qwen_jax.cli.flags import flag
 
 
 def main() -> int:
@@ -50,23 +51,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="a preset, a model folder, demo, or a Hub id")
     for field in dataclasses.fields(BenchRequest):
-        flag = "--" + field.name.replace("_", "-")
+        name = flag(field.name)
         if field.name == "dummy":
             parser.add_argument(
-                flag, action="store_true", help="random weights, made on the device"
+                name, action="store_true", help="random weights, made on the device"
             )
         elif field.name == "dtype":
-            parser.add_argument(flag, choices=("float32", "bfloat16"))
+            parser.add_argument(name, choices=("float32", "bfloat16"))
         elif field.name == "implementation":
-            parser.add_argument(flag, choices=("triton", "reference"))
+            parser.add_argument(name, choices=("triton", "reference"))
         elif field.name == "kv_cache_dtype":
-            parser.add_argument(flag, choices=("int8",))
+            parser.add_argument(name, choices=("int8",))
         elif field.name == "recipe":
-            parser.add_argument(flag, help="put the random weights into codes, such as q3")
+            parser.add_argument(name, help="put the random weights into codes, such as q3")
         elif field.name == "revision":
-            parser.add_argument(flag, help="branch, tag or commit of a Hub model")
+            parser.add_argument(name, help="branch, tag or commit of a Hub model")
         elif field.name != "model":
-            parser.add_argument(flag, type=int, default=field.default)
+            parser.add_argument(name, type=int, default=field.default)
     parser.add_argument("--output", type=Path, help="file to write the JSON result to")
     parser.add_argument("--json", action="store_true", help="print the JSON result, not a table")
     parser.add_argument("--commit", help="the commit, where the code is a copy without its history")

@@ -16,7 +16,7 @@ from .decode import (
     start,
     stream,
 )
-from .decode.prompt import bucket, check_ids
+from .decode.prompt import bucket, check_ids, check_whole
 from .errors import RequestError
 from .model import CausalLM, FlatModel, Intervention
 from .text import Tokenizer, stop_token_ids
@@ -87,15 +87,20 @@ def stream_generate(
         RequestError: a prompt, option or limit outside what is accepted; before any work on the
             device.
     """
+    if not isinstance(model, CausalLM):
+        raise RequestError(
+            f"the model is of type {type(model).__name__}; accepted is what qwen_jax.load returns: "
+            "model, tokenizer = qwen_jax.load(path)"
+        )
     _, prompts = _as_batch(prompt)
     ids = [_encode(model, tokenizer, p, row) for row, p in enumerate(prompts)]
     longest = max(len(row) for row in ids)
     max_tokens = _check_limits(model, longest, max_tokens, max_model_len)
     if prefill_chunk_size is not None:
-        _check_whole("prefill_chunk_size", prefill_chunk_size, 1)
+        check_whole("prefill_chunk_size", prefill_chunk_size, 1)
     check_kv_cache_dtype(kv_cache_dtype)
     params = _sampling_rows(sampling, len(ids))
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    stops = _stop_strings(stop)
     if stops and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; this model folder has none")
     rows = [Transcript(i, len(row), tokenizer, stops) for i, row in enumerate(ids)]
@@ -214,10 +219,10 @@ def _check_limits(
 ) -> int:
     """The number of new tokens, or an error that names both numbers."""
     limit = model.config.max_position_embeddings if max_model_len is None else max_model_len
-    limit = _check_whole("max_model_len", limit, 1)
+    limit = check_whole("max_model_len", limit, 1)
     if max_tokens is None:
         max_tokens = min(DEFAULT_MAX_TOKENS, max(limit - longest, 0))
-    max_tokens = _check_whole("max_tokens", max_tokens, 0)
+    max_tokens = check_whole("max_tokens", max_tokens, 0)
     if longest + max_tokens > limit:
         raise RequestError(
             f"a prompt of {longest} tokens and max_tokens {max_tokens} need "
@@ -225,12 +230,6 @@ def _check_limits(
             f"{limit}; shorten the prompt, lower max_tokens, or raise max_model_len"
         )
     return max_tokens
-
-
-def _check_whole(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{name} is {value!r}; accepted is a whole number from {least} on")
-    return int(value)
 
 
 def _sampling_rows(
@@ -271,6 +270,14 @@ def _tokens_present(
         if options.repetition_penalty != 1:
             present[row, ids[row]] = True
     return present
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
+    if isinstance(stop, str):
+        return [stop]
+    if not isinstance(stop, Iterable | None):
+        raise RequestError(f"stop is {stop!r}; accepted is a string or a list of strings")
+    return list(stop or ())
 
 
 def _cache_length(tokens: int) -> int:

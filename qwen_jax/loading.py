@@ -118,8 +118,11 @@ def find_folder(
     Raises:
         CheckpointError: no such folder, or the Hub model cannot be fetched.
         ConfigError: the Hub model's configuration is not implemented; no weights were fetched.
-        RequestError: a revision that is empty, or of something that is not on the Hub.
+        RequestError: a path or revision that is empty, or a revision of something that is not on
+            the Hub.
     """
+    if not os.fspath(path):
+        raise RequestError("the model is empty; give a model folder, demo, or organisation/name")
     if revision is not None and not revision.strip():
         raise RequestError(
             "the revision is empty; give a branch, a tag or a commit, or leave it out"

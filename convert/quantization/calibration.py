@@ -77,12 +77,7 @@ def prepare_calibration(
             model's context, a fit with fewer than two windows, or a template that cannot be read.
         CheckpointError: the tokenizer's files are damaged.
     """
-    limit = config.max_position_embeddings
-    if windows < 1 or not 1 <= window <= limit:
-        raise RequestError(
-            f"calibration of {windows} windows of {window} tokens; accepted are at least one "
-            f"window, and 1 to {limit} tokens, the model's context"
-        )
+    refuse_windows(windows, window, config.max_position_embeddings)
     tokenizer = _tokenizer(folder, chat_template)
     tokens = read_calibration(files, tokenizer, config.vocab_size, window=window, windows=windows)
     beside = () if chat_template is None else (chat_template,)
@@ -93,6 +88,15 @@ def prepare_calibration(
             "text, or leave --fit-steps out"
         )
     return Calibration(tokens, (*files, *beside), fit_steps)
+
+
+def refuse_windows(windows: int, window: int, limit: int) -> None:
+    """Raise `RequestError` for no windows, or windows of no token or beyond the context."""
+    if windows < 1 or not 1 <= window <= limit:
+        raise RequestError(
+            f"calibration of {windows} windows of {window} tokens; accepted are at least one "
+            f"window, and 1 to {limit} tokens, the model's context"
+        )
 
 
 def _tokenizer(folder: Path, chat_template: Path | None) -> Tokenizer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..errors import RequestError
+from .flags import flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,15 +56,17 @@ class BenchRequest:
         for name, least in smallest.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise RequestError(f"{name} is {value}; accepted is a whole number from {least} on")
+                raise RequestError(
+                    f"{flag(name)} is {value}; accepted is a whole number from {least} on"
+                )
         if self.recipe is not None and not self.dummy:
             raise RequestError(
-                "recipe makes codes of random weights; add --dummy, or give a folder that "
+                "--recipe makes codes of random weights; add --dummy, or give a folder that "
                 "qwen-jax quantize wrote"
             )
         if self.length < self.prompt_tokens + self.generation_tokens:
             raise RequestError(
-                f"max_model_len is {self.max_model_len}, but {self.prompt_tokens} prompt tokens "
+                f"--max-model-len is {self.max_model_len}, but {self.prompt_tokens} prompt tokens "
                 f"and {self.generation_tokens} new ones need more; raise it, or leave it out"
             )
 
@@ -78,6 +81,6 @@ class BenchRequest:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "model" and value != field.default:
-                words.append("--" + field.name.replace("_", "-"))
+                words.append(flag(field.name))
                 words += [] if value is True else [str(value)]
         return words

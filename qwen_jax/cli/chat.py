@@ -117,7 +117,8 @@ class Conversation:
 
         most = 1 if self.limits.max_tokens is None else min(self.limits.max_tokens, 1)
         shapes, prompt = CausalLM(self.folder.config), self.prompt("Hello")
-        stream_generate(shapes, self.folder.tokenizer, prompt, **self._arguments(most))
+        with LimitFlags.named():
+            stream_generate(shapes, self.folder.tokenizer, prompt, **self._arguments(most))
         self.folder.refuse_early(1, self.limits.cache_dtype)
 
     def _arguments(self, max_tokens: int | None) -> dict[str, Any]:
@@ -137,7 +138,8 @@ class Conversation:
         prompt = self.prompt(text)
         ids = self.folder.tokenizer.encode(prompt)
         arguments = self._arguments(self._room(len(ids)))
-        pieces = stream_generate(self.model, self.folder.tokenizer, ids, **arguments)
+        with LimitFlags.named():
+            pieces = stream_generate(self.model, self.folder.tokenizer, ids, **arguments)
         parser = ThinkParser(prompt)
         last, stopped = self._show(self._announced(pieces), parser)
         answer = {

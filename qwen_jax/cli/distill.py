@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from ..errors import RequestError
 from .console import Notes, accept_any_text, duration, size, table
 from .conversion import Job, find_source, plan_rows
+from .flags import about
 from .options import MaybeWhole, Switch, Text
 
 if TYPE_CHECKING:
@@ -81,11 +82,13 @@ def distill(
 
     steps = STEPS if steps is None else steps
     size_of_step = WINDOWS_OF_STEP if batch_windows is None else batch_windows
+    with about("--steps, --batch-windows"):
+        wanted = windows_wanted(steps, size_of_step)
     text = prepare_calibration(
         files,
         source,
         QwenConfig.from_hf(source),
-        windows=windows_wanted(steps, size_of_step),
+        windows=wanted,
         window=WINDOW if window is None else window,
         chat_template=template,
     )

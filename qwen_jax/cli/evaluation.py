@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from ..checkpoint.json_file import read_object
 from ..errors import CheckpointError, RequestError
 from .console import Notes, duration
+from .flags import about, flags_of
 from .loading import ModelFolder
 from .options import MaybeWhole, Whole
 
@@ -54,9 +55,10 @@ class WindowFlags:
             raise RequestError(
                 f"--batch-size is {self.batch_size}; accepted is a whole number from 1 on"
             )
-        return Windows(
-            documents, window=self.window, stride=self.stride, max_windows=self.max_windows
-        )
+        with flags_of("window", "stride", "max_windows"):
+            return Windows(
+                documents, window=self.window, stride=self.stride, max_windows=self.max_windows
+            )
 
 
 @Parameter(name="*")
@@ -84,7 +86,8 @@ class ActivationFlags:
             return
         from ..quant import ActivationFormat
 
-        ActivationFormat(self.activation_bits, self.kind)
+        with about("--activation-bits"):
+            ActivationFormat(self.activation_bits, self.kind)
         evaluated = {Path(text).resolve() for text in texts}
         same = [name for name in self.activation_calibration if Path(name).resolve() in evaluated]
         if same:

@@ -112,9 +112,9 @@ class _Request:
         from ..generation import DEFAULT_MAX_TOKENS, stream_generate
         from ..model import CausalLM
 
-        stream_generate(
-            CausalLM(self.folder.config), self.folder.tokenizer, self.prompt, **self.arguments
-        )
+        shapes = CausalLM(self.folder.config)
+        with LimitFlags.named():
+            stream_generate(shapes, self.folder.tokenizer, self.prompt, **self.arguments)
         new = self.arguments["max_tokens"]
         new = DEFAULT_MAX_TOKENS if new is None else new
         tokens = max(1, self._prompt_length() + new)

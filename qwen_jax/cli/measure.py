@@ -32,6 +32,7 @@ from ..model import CausalLM, initialise, parameter_shapes
 from ..quant import Scheme, named_recipe, scheme_of
 from .bandwidth import copy_bytes_per_second, copy_size
 from .bench_request import BenchRequest
+from .flags import about
 from .kernel_profile import absence
 from .loading import choose_dtype
 from .shape import Shape, find_shape
@@ -156,8 +157,16 @@ def _configuration(shape: Shape, request: BenchRequest, note: Note) -> tuple[Qwe
         config, scheme = plan.config, plan.scheme
     if request.num_layers is not None:
         if not request.dummy:
-            raise RequestError("num_layers cuts a model of random weights; add --dummy")
-        config = first_layers(config, request.num_layers)
+            raise RequestError("--num-layers cuts a model of random weights; add --dummy")
+        with about("--num-layers"):
+            config = first_layers(config, request.num_layers)
+    if request.max_model_len is None and request.length > config.max_position_embeddings:
+        raise RequestError(
+            f"--prompt-tokens {request.prompt_tokens} and --generation-tokens "
+            f"{request.generation_tokens} need {request.length}, but the context of {shape.name} "
+            f"is {config.max_position_embeddings} tokens; lower them, or go beyond it with "
+            "--max-model-len"
+        )
     config = dataclasses.replace(
         config,
         dtype=choose_dtype(config.dtype, request.dtype, note),
@@ -175,7 +184,8 @@ def first_layers(config: QwenConfig, count: int) -> QwenConfig:
         RequestError: more layers than it has.
     """
     if count > config.num_hidden_layers:
-        raise RequestError(f"num_layers is {count}; the model has {config.num_hidden_layers}")
+        has = config.num_hidden_layers
+        raise RequestError(f"{count} layers of a model that has {has}; accepted are 1 to {has}")
     listed = {
         name: getattr(config, name) for name in WIDTHS if isinstance(getattr(config, name), tuple)
     }

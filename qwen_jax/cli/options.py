@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, Token
 
 from ..errors import RequestError
+from .flags import flag, flags_of
 
 if TYPE_CHECKING:
     from ..decode import SamplingOptions
@@ -25,7 +26,7 @@ def _whole_number(_: Any, tokens: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=_whole_number)]
-WholeNumbers = Annotated[tuple[int, ...], Parameter(negative="")]
+WholeNumbers = Annotated[tuple[Whole, ...], Parameter(negative="")]
 MaybeWhole = Annotated[int | None, Parameter(converter=_whole_number)]
 MaybeFloat = float | None
 Text = Annotated[str | None, Parameter(allow_leading_hyphen=True)]
@@ -69,7 +70,8 @@ class SamplingFlags:
         Raises:
             RequestError: a value outside its range.
         """
-        return dataclasses.replace(defaults, **self._given())
+        with flags_of(*(field.name for field in dataclasses.fields(self))):
+            return dataclasses.replace(defaults, **self._given())
 
     def idle(self, options: SamplingOptions) -> list[str]:
         """The given flags that greedy `options` leave without effect."""
@@ -119,6 +121,11 @@ class LimitFlags:
         if self.prefill_chunk_size is not None:
             values["prefill_chunk_size"] = self.prefill_chunk_size
         return values
+
+    @staticmethod
+    def named() -> AbstractContextManager[None]:
+        """Errors of `stream_generate` in it name these flags."""
+        return flags_of(*(field.name for field in dataclasses.fields(LimitFlags)))
 
 
 @Parameter(name="*")
@@ -172,43 +179,6 @@ class TemplateFlags:
 def own_if_auto(dtype: KVCacheDType) -> str | None:
     """A flag as the `kv_cache_dtype` of `init_cache`."""
     return None if dtype == "auto" else dtype
-
-
-def flag(name: str) -> str:
-    """A field's name as a flag."""
-    return "--" + name.replace("_", "-")
-
-
-@contextmanager
-def flags_of(**fields: str) -> Iterator[None]:
-    """Errors about a parameter name the flag that it comes from.
-
-    Args:
-        fields: parameter, the first word of an error about it, to the flag's field.
-
-    Raises:
-        RequestError: what is raised inside, its first word replaced.
-    """
-    try:
-        yield
-    except RequestError as error:
-        name, _, rest = str(error).partition(" ")
-        if name not in fields:
-            raise
-        raise RequestError(f"{flag(fields[name])} {rest}") from None
-
-
-@contextmanager
-def about(*flags: str) -> Iterator[None]:
-    """Errors say which flags they are about.
-
-    Raises:
-        RequestError: what is raised inside, behind the flags.
-    """
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(f"{', '.join(flags)}: {error}") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -162,12 +162,13 @@ def _show_estimate(
     json: bool,
 ) -> None:
     """What a model of which there is the configuration alone would take."""
-    from convert.quantization.calibration import WINDOW, WINDOWS
+    from convert.quantization.calibration import WINDOW, WINDOWS, refuse_windows
     from convert.quantization.estimate import estimate_shape
 
     calibration = None
     if settings is not None:
         calibration = (settings.get("windows", WINDOWS), settings.get("window", WINDOW))
+        refuse_windows(*calibration, shape.config.max_position_embeddings)
     found = estimate_shape(shape.config, recipe, method=method, calibration=calibration)
     if json:
         file_bytes = found.file_bytes(job.max_shard_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,8 @@ from cyclopts import Parameter
 from ..errors import RequestError
 from .console import Notes, accept_any_text, duration, size, table, write_json
 from .conversion import DEFAULT_SHARD_SIZE
-from .options import DType, Switch, Text, Whole, about
+from .flags import about
+from .options import DType, Switch, Text, Whole
 from .shape import parse_size
 from .train_source import Source, read_texts
 from .training import (
@@ -175,19 +177,21 @@ def _plan(
     import jax
 
     from ..model import parameter_shapes
+    from ..quant.abstract import nbytes
     from ..train import split
     from ..train.parameters import count
 
-    shapes: dict[str, Any] = dict(parameter_shapes(source.config))
+    shapes = source.shapes()
+    held = sum(map(nbytes, shapes.values()))
     if lora is None:
         with about("--only"):
             trained = count(split(shapes, scope.only or ("*",)).trained)
     else:
         with about("--lora-rank, --lora-targets"):
             trained = count(jax.eval_shape(lora.start, shapes, jax.random.key(0)))
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
+    numbers = count(parameter_shapes(source.config))
     return {
-        "model": f"{source.config.model_type}, {count(shapes):,} parameters",
+        "model": f"{source.config.model_type}, {numbers:,} parameters",
         "weights": "new" if source.folder is None else str(source.folder),
         "trained": f"{trained:,} parameters",
         "text": f"{len(data.tokens):,} tokens, {data.windows:,} windows of {data.window}",
@@ -236,7 +240,21 @@ def _go(
             newest.update(last)
             bar(step, last)
 
-        return run.go(state, checkpoints=saved, metrics=file, tell=tell), newest
+        with _advised():
+            return run.go(state, checkpoints=saved, metrics=file, tell=tell), newest
+
+
+@contextlib.contextmanager
+def _advised() -> Iterator[None]:
+    """A loss or gradient that is no number is told with the flags that may help."""
+    try:
+        yield
+    except FloatingPointError as error:
+        what = str(error).partition(";")[0]
+        raise FloatingPointError(
+            f"{what}; lower --learning-rate or --clip, raise --warmup, or compute with "
+            "--dtype float32"
+        ) from None
 
 
 def _changed(state: TrainState, parts: Split, lora: Lora | None) -> dict[str, Any]:

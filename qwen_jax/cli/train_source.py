@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
-from .options import about, flags_of
+from .flags import about, flags_of
 from .training import DescentFlags, ScopeFlags, shape_of
 
 if TYPE_CHECKING:
@@ -67,6 +67,22 @@ class Source:
             config, dtype=dtype or config.dtype, implementation="reference"
         )
         return cls(config, folder, at, None if at is None else Tokenizer.from_folder(at))
+
+    def shapes(self) -> dict[str, Any]:
+        """Shapes and dtypes of the parameters by tree path, in codes where the folder's are.
+
+        Raises:
+            CheckpointError: the folder's weights are missing, damaged, or another model's.
+        """
+        from ..checkpoint.plan import plan_load
+        from ..checkpoint.safetensors_io import open_folder
+        from ..model import parameter_shapes
+        from ..quant.abstract import in_codes
+
+        shapes = parameter_shapes(self.config)
+        if self.folder is None:
+            return dict(shapes)
+        return in_codes(shapes, plan_load(open_folder(self.folder), self.config).scheme)
 
     def trainer(
         self, training: Training, scope: ScopeFlags, lora: Lora | None, mesh: Any

@@ -15,7 +15,8 @@ from ..config import QwenConfig
 from ..configuration.presets import PRESET_NAMES
 from ..errors import RequestError
 from .console import Notes, duration
-from .options import MaybeFloat, MaybeWhole, Texts, Whole, about, flag, flags_of
+from .flags import about, flag, flags_of
+from .options import MaybeFloat, MaybeWhole, Texts, Whole
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -161,7 +162,7 @@ def training_of(
         )
     with flags_of(balance="balance", layer_balance="layer_balance", router_z="router_z"):
         objective = NextTokens(balance, routers.layer_balance, routers.router_z)
-    with flags_of(decay="weight_decay", clip="clip", strength="gradient_routing"):
+    with flags_of("seed", decay="weight_decay", clip="clip", strength="gradient_routing"):
         return Training(
             AdamW(descent.weight_decay, descent.clip),
             objective,

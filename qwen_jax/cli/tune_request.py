@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from ..errors import RequestError
+from .flags import flag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,12 @@ class TuneRequest:
     output: Path | None = None
 
     def __post_init__(self) -> None:
-        listed = {"batch_sizes": self.batch_sizes, "prompt_tokens": self.prompt_tokens}
-        single = {name: (getattr(self, name),) for name in ("context", "budget_seconds")}
-        for name, values in {**listed, **single, "num_layers": (self.num_layers or 1,)}.items():
+        listed = {"batch_size": self.batch_sizes, "prompt_tokens": self.prompt_tokens}
+        single = {name: getattr(self, name) for name in ("context", "num_layers", "budget_seconds")}
+        given = {name: (value,) for name, value in single.items() if value is not None}
+        for name, values in {**listed, **given}.items():
             if any(value < 1 for value in values):
                 shown = ", ".join(map(str, values))
-                raise RequestError(f"{name} is {shown}; accepted are whole numbers from 1 on")
+                raise RequestError(f"{flag(name)} is {shown}; accepted are whole numbers from 1 on")
         if not (self.batch_sizes or self.prompt_tokens):
-            raise RequestError("neither batch_sizes nor prompt_tokens is given; give one of them")
+            raise RequestError("neither --batch-size nor --prompt-tokens is given; give one")

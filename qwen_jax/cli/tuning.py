@@ -28,6 +28,7 @@ from ..errors import RequestError
 from ..memory import refuse_unless_fits
 from ..model import initialise, parameter_shapes
 from ..quant import named_recipe, scheme_of
+from .flags import about
 from .measure import Note, first_layers
 from .shape import find_shape
 from .tune_request import TuneRequest
@@ -199,7 +200,8 @@ def cut_model(config: QwenConfig, layers: int | None) -> QwenConfig:
         kinds = [(kind, config.is_sparse(i)) for i, kind in enumerate(config.layer_types)]
         last = max(kinds.index(kind) for kind in set(kinds))
         layers = min(config.num_hidden_layers, max(LEAST_LAYERS, last + 1))
-    return first_layers(config, layers)
+    with about("--num-layers"):
+        return first_layers(config, layers)
 
 
 def known_entries(path: Path, kind: str) -> dict[str, tuning.Table]:

@@ -136,10 +136,8 @@ def check_prompts(
 ) -> None:
     """Refuse prompts that the cache or the vocabulary cannot take."""
     rows = cache.blocks.table.shape[0]
-    if chunk_size is not None and chunk_size < 1:
-        raise RequestError(
-            f"prefill_chunk_size is {chunk_size}; accepted is a whole number from 1 on"
-        )
+    if chunk_size is not None:
+        check_whole("chunk_size", chunk_size, 1)
     if len(prompts) != rows:
         raise RequestError(f"{len(prompts)} prompts for a cache of {rows} rows; give one a row")
     for row, prompt in enumerate(prompts):
@@ -168,6 +166,13 @@ def _check_room(cache: Cache, new: np.ndarray) -> None:
             f"the prompts need {needed} blocks of {cache.block_size} tokens, but the pool has "
             f"{blocks.num_free} free; make the cache with a larger num_blocks or give fewer prompts"
         )
+
+
+def check_whole(name: str, value: Any, least: int) -> int:
+    """The value as a whole number, or `RequestError` that names it."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise RequestError(f"{name} is {value!r}; accepted is a whole number from {least} on")
+    return int(value)
 
 
 def check_ids(prompt: Sequence[Any], vocab_size: int, row: int) -> None:

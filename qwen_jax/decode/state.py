@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -151,15 +151,20 @@ def init_state(
         observer: sees each step of the loop that follows, not the prompt; read it from the state.
 
     Raises:
-        RequestError: max_tokens below 1 (where it is concrete), a wrong shape of in_prompt, a
+        RequestError: max_tokens (where it is concrete) or capacity below 1, a traced max_tokens
+            without capacity, sampling of another number of rows, a wrong shape of in_prompt, a
             repetition penalty without it, or, under jit, options that draw without a seed.
     """
     batch, vocabulary = logits.shape
     _check_prompt(in_prompt, sampling, logits.shape)
     if isinstance(sampling, SamplingOptions):
         sampling = _same_for_all(sampling, logits)
-    if not isinstance(max_tokens, Tracer) and np.min(np.asarray(max_tokens)) < 1:
-        raise RequestError(f"max_tokens is {max_tokens}; accepted is a whole number from 1 on")
+    _check_counts(max_tokens, capacity, batch)
+    if sampling is not None and sampling.seed.shape != (batch,):
+        raise RequestError(
+            f"sampling is of {sampling.seed.size} rows, and the logits of {batch}; give "
+            "SamplingParams.stack one option a row, or one SamplingOptions for all"
+        )
     if capacity is None:
         capacity = int(np.max(np.asarray(max_tokens)))
     max_tokens = jnp.minimum(jnp.asarray(max_tokens, jnp.int32), capacity)
@@ -182,6 +187,26 @@ def init_state(
         observer=observer,
     )
     return advance(state, logits, overflow, sample)
+
+
+def _check_counts(max_tokens: Any, capacity: int | None, batch: int) -> None:
+    """Raise for numbers of tokens that are below 1, no whole ones, or unknown where they size."""
+    if capacity is None and isinstance(max_tokens, Tracer):
+        raise RequestError(
+            "max_tokens is traced, and the output buffer needs a size: give init_state capacity, "
+            "the most tokens that a row can take"
+        )
+    for name, value in {"max_tokens": max_tokens, "capacity": capacity}.items():
+        if value is None or isinstance(value, Tracer):
+            continue
+        numbers = np.asarray(value)
+        if numbers.dtype.kind not in "iu" or numbers.size == 0 or numbers.min() < 1:
+            raise RequestError(f"{name} is {value!r}; accepted is a whole number from 1 on")
+    if np.shape(max_tokens) not in ((), (batch,)):
+        raise RequestError(
+            f"max_tokens is of shape {np.shape(max_tokens)}; accepted is one number, or {batch}, "
+            "one a row"
+        )
 
 
 def _check_prompt(

@@ -180,6 +180,12 @@ class CausalLM(nnx.Module):
         Raises:
             RequestError: says what does not fit.
         """
+        if not isinstance(intervention, Intervention):
+            raise RequestError(
+                f"the intervention is of type {type(intervention).__name__}; accepted is what "
+                "qwen_jax.research.interventions makes; several go through combine, or "
+                "per_sequence for one each"
+            )
         routers = self.routers()
         intervention.check_fits(self.config, routers, rows)
         intervention.check_routers(self.config, routers)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from ..cache import Cache, init_cache, release
 from ..decode import prefill
-from ..decode.prompt import check_ids, default_chunk_size, pad
+from ..decode.prompt import check_ids, check_whole, default_chunk_size, pad
 from ..errors import RequestError
 from ..memory import accelerator_memory
 from ..model import Capture, CausalLM, FlatModel, Routing, RoutingTrace, whole
@@ -141,8 +141,8 @@ def _check(
     model: CausalLM, sequences: Sequence[Sequence[int]], sizes: dict[str, int | None]
 ) -> None:
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise RequestError(f"{name} is {size}; accepted is a whole number from 1 on")
+        if size is not None:
+            check_whole(name, size, 1)
     if len(sequences) == 0:
         raise RequestError("there is no sequence; give at least one list of token ids")
     limit = model.config.max_position_embeddings

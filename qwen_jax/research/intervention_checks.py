@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 
 from ..errors import RequestError
@@ -10,6 +13,26 @@ from ..model.intervention import Ranged
 
 LARGEST = 1e6
 """Of biases, factors and temperatures."""
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, Python's or numpy's; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def number_within(name: str, value: Any, least: float, most: float) -> float:
+    """The value, if it is a number in a range.
+
+    Raises:
+        RequestError: it is not.
+    """
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not least <= number <= most:
+        raise RequestError(f"{name} is {value!r}; accepted are numbers from {least:g} to {most:g}")
+    return number
 
 
 def check(intervention: Intervention) -> Intervention:

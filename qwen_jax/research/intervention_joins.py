@@ -43,6 +43,8 @@ def per_sequence(interventions: Sequence[Intervention | None]) -> Intervention:
     Raises:
         RequestError: none at all, one that is for several sequences, or different models.
     """
+    if isinstance(interventions, Intervention):
+        raise RequestError("per_sequence got one intervention; give a list, with one a sequence")
     given = [each for each in interventions if each is not None]
     if not given:
         raise RequestError("per_sequence got no intervention; give one at least, or pass None on")
@@ -110,6 +112,12 @@ def _emptied(intervention: Intervention) -> Intervention:
 
 
 def _check_alike(first: Intervention, second: Intervention) -> None:
+    for each in (first, second):
+        if not isinstance(each, Intervention):
+            raise RequestError(
+                f"got a {type(each).__name__} in the place of an intervention; give what this "
+                "module makes"
+            )
     shapes = [(each.layers, *each.bias.values.shape) for each in (first, second)]
     (layers, _, rows, experts), (others, _, other_rows, other_experts) = shapes
     if layers != others or experts != other_experts:

@@ -25,7 +25,7 @@ from ..errors import RequestError
 from ..model import CausalLM, Intervention
 from ..model.intervention import NEUTRAL, Ranged, sparse_layers
 from ..model.routing import own_number
-from .intervention_checks import LARGEST, check
+from .intervention_checks import LARGEST, check, is_whole, number_within
 from .intervention_joins import combine, per_sequence
 
 __all__ = [
@@ -160,7 +160,7 @@ def experts_per_token(
         RequestError: a k below 1 or above the number of experts, and as for `ban`.
     """
     experts = _config(model).num_experts
-    if not isinstance(k, int | np.integer) or not 1 <= k <= max(experts, 1):
+    if not is_whole(k) or not 1 <= k <= max(experts, 1):
         raise RequestError(f"k is {k!r}; accepted is a whole number from 1 to {experts}")
     base = neutral(model) if base is None else base
     base = dataclasses.replace(base, slots=max(base.slots, int(k)))
@@ -180,7 +180,7 @@ def temperature(
     Raises:
         RequestError: a temperature outside 1e-6 to 1e6, and as for `ban`.
     """
-    value = _number("temperature", value, 1 / LARGEST, LARGEST)
+    value = number_within("temperature", value, 1 / LARGEST, LARGEST)
     return _changed(model, "temperature", value, layers, positions, base)
 
 
@@ -198,7 +198,7 @@ def shared_expert(
         RequestError: a strength outside 0 to 1, a model without shared experts, and as for `ban`.
     """
     config = _config(model)
-    strength = _number("strength", strength, 0.0, 1.0)
+    strength = number_within("strength", strength, 0.0, 1.0)
     for layer in _layers(config, layers):
         if not config.width("shared_expert_intermediate_size", layer):
             raise RequestError(
@@ -247,21 +247,10 @@ def _of_experts(values: Any, experts: int) -> dict[int, Any]:
             )
         values = dict(enumerate(array))
     for expert, value in values.items():
-        whole = isinstance(expert, int | np.integer) and not isinstance(expert, bool)
-        if not whole or not 0 <= expert < experts:
+        if not is_whole(expert) or not 0 <= expert < experts:
             raise RequestError(f"expert {expert!r} does not exist; accepted are 0 to {experts - 1}")
-        _number(f"the value of expert {expert}", value, -LARGEST, LARGEST)
+        number_within(f"the value of expert {expert}", value, -LARGEST, LARGEST)
     return dict(values)
-
-
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not least <= number <= most:
-        raise RequestError(f"{name} is {value!r}; accepted are numbers from {least:g} to {most:g}")
-    return number
 
 
 def _listed(values: Any, what: str) -> list[Any]:
@@ -275,7 +264,7 @@ def _listed(values: Any, what: str) -> list[Any]:
 def _range(positions: Positions) -> tuple[int, int]:
     pair = tuple(positions) if isinstance(positions, Sequence) else ()
     numbers: list[Any] = [END if at == 1 and each is None else each for at, each in enumerate(pair)]
-    whole = len(pair) == 2 and all(isinstance(each, int | np.integer) for each in numbers)
+    whole = len(pair) == 2 and all(map(is_whole, numbers))
     if not whole or not 0 <= numbers[0] < min(numbers[1], END):
         raise RequestError(
             f"positions are {positions!r}; accepted are two whole numbers (first, behind the last) "
@@ -288,7 +277,7 @@ def _layers(config: QwenConfig, layers: Numbers | None) -> list[int]:
     every = sparse_layers(config)
     chosen = every if layers is None else _listed(layers, "layers")
     for layer in chosen:
-        if layer not in every or isinstance(layer, bool):
+        if layer not in every or not is_whole(layer):
             raise RequestError(f"layer {layer!r} is no MoE layer; accepted are {list(every)}")
     return [int(layer) for layer in chosen]
 

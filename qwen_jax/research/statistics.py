@@ -128,6 +128,12 @@ def by_class(
 ) -> Int[np.ndarray, "C E"]:
     """How often tokens of each class, numbered from 0, chose each expert of a layer."""
     ids, classes = np.asarray(ids), np.asarray(classes)
+    if classes.shape != ids.shape[:1] or classes.min(initial=0) < 0:
+        raise RequestError(
+            f"classes of shape {classes.shape} from {classes.min(initial=0)} on for {len(ids)} "
+            "tokens; accepted is a number from 0 on for each token"
+        )
+    _refuse_beyond(ids, experts)
     number = int(classes.max(initial=-1)) + 1
     cells = (classes[:, None] * (experts + 1) + ids).ravel()
     counts = np.bincount(cells, minlength=number * (experts + 1))
@@ -208,12 +214,24 @@ def drop_rates(ids: Ids, experts: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _joint(first: np.ndarray, second: np.ndarray, experts: int) -> Int[np.ndarray, "E E"]:
     """Tokens that chose expert i in the first and j in the second; exact, some tokens at a time."""
+    for ids in (first, second):
+        _refuse_beyond(ids, experts)
     total = np.zeros((experts, experts), np.int64)
     for begin in range(0, len(first), _TOKENS):
         some = slice(begin, begin + _TOKENS)
         product = _used(first[some], experts).T @ _used(second[some], experts)
         total += product.astype(np.int64)
     return total
+
+
+def _refuse_beyond(ids: np.ndarray, experts: int) -> None:
+    """Raise for ids that are not of one layer of so many experts."""
+    least, most = ids.min(initial=0), ids.max(initial=0)
+    if ids.ndim != 2 or least < 0 or most > experts:
+        raise RequestError(
+            f"ids of shape {ids.shape} from {least} to {most}; accepted are those of one layer "
+            f"[N, A], from 0 to {experts}: the experts, and {experts} for an empty slot"
+        )
 
 
 def _used(ids: np.ndarray, experts: int) -> Float[np.ndarray, "N E"]:

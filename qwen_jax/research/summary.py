@@ -102,7 +102,7 @@ class Summary:
 
 
 def summarise(
-    trace: RoutingTrace, counts: RoutingCounts, tokenizer: Tokenizer | None = None
+    trace: RoutingTrace | None, counts: RoutingCounts, tokenizer: Tokenizer | None = None
 ) -> Summary:
     """The figures of what `trace_text` and `collect` found.
 
@@ -112,8 +112,10 @@ def summarise(
         tokenizer: tells classes of tokens; without one there are none.
 
     Raises:
-        RequestError: counts of other tokens, or without probabilities.
+        RequestError: no trace, counts of other tokens, or counts without probabilities.
     """
+    if trace is None:
+        raise RequestError('there is no trace: it was captured with "none"; capture "ids"')
     if int(counts.tokens) != len(trace) or counts.layers != trace.layers:
         raise RequestError(
             f"counts are of {int(counts.tokens)} tokens and layers {counts.layers}, the trace of "

@@ -63,7 +63,8 @@ def trace_of(
         sequences: a number for each row; 0 to B - 1 if None.
 
     Raises:
-        RequestError: a dense model, routing that was not captured, or tokens of another shape.
+        RequestError: a dense model, routing that was not captured, tokens of another shape, or
+            lengths that are not of their rows.
     """
     layers = sparse_layers(config)
     whole = jax.device_get(stacked(routing, config.num_experts))
@@ -77,6 +78,16 @@ def trace_of(
     rows, width = tokens.shape
     lengths = np.full(rows, width) if lengths is None else np.asarray(lengths)
     sequences = np.arange(rows) if sequences is None else np.asarray(sequences)
+    if not lengths.shape == sequences.shape == (rows,):
+        raise RequestError(
+            f"lengths of shape {lengths.shape} and sequences of shape {sequences.shape} for {rows} "
+            "rows of tokens; give one number a row"
+        )
+    if lengths.min(initial=0) < 0 or lengths.max(initial=0) > width:
+        raise RequestError(
+            f"lengths are from {lengths.min()} to {lengths.max()}; accepted are 0 to {width}, the "
+            "tokens of a row"
+        )
     valid = np.arange(width)[None, :] < lengths[:, None]
     return RoutingTrace(
         whole.ids[:, valid],

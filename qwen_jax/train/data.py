@@ -14,6 +14,12 @@ from ..errors import RequestError
 from .batch import Batch
 
 
+def refuse_seed(seed: int) -> None:
+    """Raise for a seed that JAX takes no key of: of larger ones it reads the lowest 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise RequestError(f"seed is {seed}; accepted is a whole number from 0 to 2^32 - 1")
+
+
 @dataclasses.dataclass(frozen=True)
 class Data:
     """Windows over documents laid end to end.
@@ -29,7 +35,8 @@ class Data:
         seed: of places and orders.
 
     Raises:
-        RequestError: a number below 1, a seed below 0, or fewer tokens than two windows.
+        RequestError: a number below 1, a seed outside 0 to 2^32 - 1, or fewer tokens than two
+            windows.
     """
 
     tokens: np.ndarray
@@ -41,8 +48,7 @@ class Data:
         for name in ("rows", "window"):
             if (value := getattr(self, name)) < 1:
                 raise RequestError(f"{name} is {value}; accepted is a whole number from 1 on")
-        if self.seed < 0:
-            raise RequestError(f"seed is {self.seed}; accepted is a whole number from 0 on")
+        refuse_seed(self.seed)
         needed = 2 * self.window + 1
         if len(self.tokens) < needed:
             raise RequestError(

@@ -160,6 +160,6 @@ def _refuse_nan(figures: Figures, step: int) -> None:
         if not fine.all():
             first = int(np.argmin(fine))
             raise FloatingPointError(
-                f"the {words} of step {step + 1 + first} is {figures[name][first]}; lower the "
-                "rate, or clip more"
+                f"the {words} of step {step + 1 + first} is {figures[name][first]}; give "
+                "Schedule a lower rate, or AdamW a lower clip"
             )

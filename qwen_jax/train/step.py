@@ -19,6 +19,7 @@ from ..model import CausalLM
 from ..pytree import pytree
 from ..sharding import of_batch, of_parameters
 from .batch import Batch
+from .data import refuse_seed
 from .dropout import drop_experts
 from .experts import make_dense
 from .gradient_routing import GradientRouting, let_listen
@@ -72,6 +73,7 @@ class Training:
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise RequestError(f"parts is {self.parts}; accepted is a whole number from 1 on")
+        refuse_seed(self.seed)
 
 
 def together(trained: Parameters, fixed: Parameters) -> Parameters:

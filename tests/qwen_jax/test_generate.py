@@ -318,6 +318,7 @@ def test_without_max_tokens_the_context_is_filled(model, tokenizer, greedy):
         ([1], {"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
         ([1], {"stop": [""]}, "stop string"),
         ([1], {"stop": [3]}, "stop string"),
+        ([1], {"stop": 3}, "stop is 3; accepted is a string or a list of strings"),
         ([1], {"sampling": [SamplingOptions()] * 2}, "2 sampling options for 1 prompts"),
         ([1], {"sampling": {"temperature": 1}}, "accepted are SamplingOptions"),
         ([1], {"sampling": 0.5}, "accepted are SamplingOptions"),
@@ -386,3 +387,9 @@ def test_a_prompt_without_order_is_refused(model, tokenizer, prompt):
 def test_impossible_lengths_are_refused(no_type_checks, model, lengths):
     with pytest.raises(RequestError, match="lengths"):
         model(np.ones((2, 3), np.int32), np.array(lengths))
+
+
+def test_what_is_no_model_is_refused(model, tokenizer, no_type_checks):
+    for wrong in ("demo", tokenizer, (model, tokenizer)):
+        with pytest.raises(RequestError, match=f"the model is of type {type(wrong).__name__}"):
+            qwen_jax.generate(wrong, tokenizer, "And")

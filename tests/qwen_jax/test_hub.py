@@ -215,6 +215,12 @@ def test_empty_revision_is_refused():
         find_folder("org/name", " ")
 
 
+def test_empty_path_is_refused_where_a_folder_lies_too(monkeypatch, demo_path):
+    monkeypatch.chdir(demo_path)
+    with pytest.raises(RequestError, match="the model is empty"):
+        find_folder("")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -42,8 +43,8 @@ class CapacityRouter(nnx.Module):
     intervenes = True
 
     def __init__(self, inner: TopKRouter, capacity: int, *, overflow: Overflow = "drop"):
-        if capacity < 1:
-            raise RequestError(f"capacity is {capacity}; accepted is a whole number from 1 on")
+        if not isinstance(capacity, int | np.integer) or capacity < 1:
+            raise RequestError(f"capacity is {capacity!r}; accepted is a whole number from 1 on")
         if overflow not in ("drop", "renormalise", "next"):
             raise RequestError(
                 f"overflow is {overflow!r}; accepted are 'drop', 'renormalise' and 'next'"

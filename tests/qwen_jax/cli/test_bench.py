@@ -117,12 +117,13 @@ def test_too_large_a_model_is_refused_with_both_numbers(run):
     [
         (("qwen3.6-35b-a3b",), "add --dummy"),
         (("demo", "--num-layers", "2"), "add --dummy"),
-        (("demo", "--dummy", "--num-layers", "5"), "the model has 4"),
-        (("demo", "--num-trials", "0"), "num_trials is 0"),
-        (("demo", "--generation-tokens", "1"), "generation_tokens is 1"),
-        (("demo", "--prompt-tokens", "0"), "prompt_tokens is 0"),
-        (("demo", "--batch-size", "0"), "batch_size is 0"),
-        (("demo", "--max-model-len", "100"), "max_model_len is 100"),
+        (("demo", "--dummy", "--num-layers", "5"), "--num-layers: 5 layers of a model that has 4"),
+        (("demo", "--num-trials", "0"), "--num-trials is 0"),
+        (("demo", "--generation-tokens", "1"), "--generation-tokens is 1"),
+        (("demo", "--prompt-tokens", "0"), "--prompt-tokens is 0"),
+        (("demo", "--batch-size", "0"), "--batch-size is 0"),
+        (("demo", "--max-model-len", "100"), "--max-model-len is 100"),
+        (("demo", "--prompt-tokens", "8065"), "--generation-tokens 128 need 8193, but the context"),
         (("demo", "--recipe", "q3"), "add --dummy"),
         (("demo", "--recipe", "q5", "--dummy"), "q3, q3-small, q4, q8, experts-only"),
     ],
@@ -143,7 +144,7 @@ def test_first_layers_keep_their_kinds_and_widths():
     cut = first_layers(QwenConfig.from_hf(named), 2)
     assert cut.mlp_only_layers == (0,)
     assert cut.moe_intermediate_size == (512, 512)
-    with pytest.raises(RequestError, match="the model has 40"):
+    with pytest.raises(RequestError, match="41 layers of a model that has 40"):
         first_layers(config, 41)
 
 
@@ -203,4 +204,4 @@ def test_script_refuses_as_the_command_does():
     command = [sys.executable, "benchmarks/bench.py", "demo", "--num-trials", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: num_trials is 0; accepted is a whole number from 1 on\n"
+    assert done.stderr == "error: --num-trials is 0; accepted is a whole number from 1 on\n"

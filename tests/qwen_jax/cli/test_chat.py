@@ -81,8 +81,8 @@ def test_bad_line_is_an_error_that_keeps_the_session(run, model, line, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--max-tokens", "-1"), "max_tokens is -1"),
-        (("--temp", "-1"), "temperature is -1"),
+        (("--max-tokens", "-1"), "--max-tokens is -1"),
+        (("--temp", "-1"), "--temperature is -1"),
         (("--chat-template-kwargs", "{"), "not JSON"),
         (("--max-model-len", "3"), "context is 3"),
     ],

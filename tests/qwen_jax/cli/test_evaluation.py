@@ -153,12 +153,12 @@ def test_activations_in_few_bits(run, tiny, text, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--window", "1"), ["window is 1"]),
+        (("--window", "1"), ["--window is 1;"]),
         (("--window", "129"), ["--window is 129", "128 tokens"]),
-        (("--window", "32", "--stride", "33"), ["stride is 33", "1 to 32"]),
+        (("--window", "32", "--stride", "33"), ["--stride is 33", "1 to 32"]),
         (("--window", "128"), ["has no document of 128 tokens"]),
         (("--batch-size", "0", "--window", "8"), ["--batch-size is 0"]),
-        (("--max-windows", "0", "--window", "8"), ["max_windows is 0"]),
+        (("--max-windows", "0", "--window", "8"), ["--max-windows is 0"]),
         (("--activation-bits", "2"), ["activation bits are 2", "3 to 8"]),
         (("--activation-calibration", "a"), ["--activation-bits"]),
     ],

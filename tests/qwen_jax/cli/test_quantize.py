@@ -75,6 +75,10 @@ def test_the_table_in_the_documentation(run, recipe):
             (SHAPE, "--chat-template", "x", "--calibration-windows", "2", "--dry-run"),
             ("--calibration-windows, --chat-template: without --calibration",),
         ),
+        (
+            (SHAPE, "--calibration", __file__, "--window", "-5", "--dry-run"),
+            ("windows of -5 tokens; accepted are",),
+        ),
         (("nothing", "--dry-run"), ("no folder and no preset 'nothing'",)),
         ((SHAPE, "out"), ("names a shape, which has no weights", "--dry-run")),
         (("demo", "--recipe", "q3-small", "--dry-run"), ("64", "128", "experts.down_proj")),

@@ -7,15 +7,19 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import qwen_jax
+from qwen_jax.cli.console import size
 from qwen_jax.cli.training import mesh_of
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
 from qwen_jax.train import parameters_of
 from tests.qwen_jax.cli.conftest import Outcome
+from tests.qwen_jax.coded_folder import arrays_of, coded_model, scheme_from, write_coded
 
 SHAPE = {
     "model_type": "qwen3_moe",
@@ -98,6 +102,21 @@ def test_a_plan(train):
     assert plan["text"] == "200 tokens, 24 windows of 8"
 
 
+def test_a_plan_knows_what_is_in_codes(run, place, tmp_path):
+    model = coded_model()
+    write_coded(tmp_path / "coded", arrays_of(model), scheme_from(model))
+    text = ("--dry-run", "--text", str(place / "text.npy"), "--window", "8", "--json")
+    outcome = run("train", str(tmp_path / "coded"), *text)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--only: embed_tokens.weight, " in outcome.err and "in codes" in outcome.err
+    outcome = run("train", str(tmp_path / "coded"), *text, "--only", "*.mlp.gate.*")
+    assert outcome.code == 0, outcome.err
+    plan = json.loads(outcome.out)
+    assert plan["trained"] == "120 parameters"
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    assert plan["memory"] == f"about {size(held + 16 * 120)} beside activations"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +133,7 @@ def test_a_plan(train):
         (("OUT", "--lora-rank", "2", "--only", "*"), "exclude each other"),
         (("OUT", "--data-devices", "64"), "--data-devices, --expert-devices: a mesh of 64 x 1"),
         (("OUT", "--seed", "-1"), "--seed is -1; accepted"),
+        (("OUT", "--seed", "4294967296"), "--seed is 4294967296; accepted"),
         (("OUT", "--look-every", "1"), "--look-every needs --held-out"),
         (("OUT", "--data-devices", "0"), "a mesh of 0 x 1"),
         (("OUT", "--accumulate", "3"), "--accumulate is 3; accepted is a number from 1 on that"),
@@ -141,6 +161,13 @@ def test_refused_before_any_work(train, tmp_path, arguments, message):
     outcome = train(*named, "--weights", "new")
     assert outcome.code == (1 if "nowhere" in arguments else 2)
     assert message in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_no_number_names_flags(train, tmp_path):
+    outcome = train(str(tmp_path / "out"), "--weights", "new", "--lr", "1e38", "--clip", "1e30")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "of step 2 is nan; lower --learning-rate or --clip" in outcome.err
     assert not (tmp_path / "out").exists()
 
 

@@ -197,9 +197,11 @@ def test_work_is_timed_beside_the_heuristics():
     ("arguments", "words"),
     [
         (("demo",), "kernels are tuned on a GPU, and JAX sees cpu"),
-        (("demo", "--batch-size", "0"), "batch_sizes is 0"),
-        (("demo", "--prompt-tokens", "512", "--prompt-tokens", "-1"), "prompt_tokens is 512, -1"),
-        (("demo", "--budget-seconds", "0"), "budget_seconds is 0"),
+        (("demo", "--batch-size", "0"), "--batch-size is 0"),
+        (("demo", "--batch-size", "2.5"), "--batch-size"),
+        (("demo", "--num-layers", "0"), "--num-layers is 0"),
+        (("demo", "--prompt-tokens", "512", "--prompt-tokens", "-1"), "--prompt-tokens is 512, -1"),
+        (("demo", "--budget-seconds", "0"), "--budget-seconds is 0"),
     ],
 )
 def test_bad_request_is_refused(run, arguments, words):

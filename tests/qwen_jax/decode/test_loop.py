@@ -329,3 +329,25 @@ def test_a_row_ends_when_its_buffer_is_full(tiny, prompts, greedy):
     assert state.count.tolist() == [CAPACITY] * 4
     assert reasons(state) == [FinishReason.LENGTH] * 4
     assert outputs(state)[0][:50] == greedy[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens is 2.5"),
+        ({"max_tokens": 2, "capacity": 0}, "capacity is 0; accepted"),
+        ({"max_tokens": np.array([1, 2, 3])}, r"of shape \(3,\); accepted is one number, or 2"),
+        ({"max_tokens": 2, "sampling": SamplingParams.stack([SamplingOptions()])}, "is of 1 rows"),
+        ({"max_tokens": 2, "sampling": SamplingParams.stack([SamplingOptions()] * 3)}, "of 3 rows"),
+    ],
+)
+def test_numbers_that_fit_no_row_are_refused(options, message, no_type_checks):
+    with pytest.raises(RequestError, match=message):
+        init_state(jnp.zeros((2, 5)), **options)
+
+
+def test_traced_max_tokens_needs_a_capacity():
+    with pytest.raises(RequestError, match="give init_state capacity"):
+        jax.jit(lambda x, n: init_state(x, max_tokens=n))(jnp.zeros((2, 5)), 3)
+    state = jax.jit(lambda x, n: init_state(x, max_tokens=n, capacity=4))(jnp.zeros((2, 5)), 3)
+    assert state.max_tokens.tolist() == [3, 3] and state.tokens.shape == (2, 4)

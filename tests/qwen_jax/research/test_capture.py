@@ -106,6 +106,7 @@ def test_counts_alone_bring_nothing_to_the_host(sparse, pieces):
         ([[1]], {"capture": "all"}, "capture is 'all'; accepted are"),
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
         ([[1]], {"chunk_size": 0}, "chunk_size is 0"),
+        ([[1]], {"chunk_size": 1.5}, "chunk_size is 1.5; accepted is a whole number"),
     ],
 )
 def test_refusals(sparse, sequences, options, words, no_type_checks):

@@ -171,12 +171,21 @@ def test_no_moe_layers(call):
         call()
 
 
-def test_refusals():
+def test_refusals(no_type_checks):
     with pytest.raises(RequestError, match=r"tokens are \(3, 4\)"):
         layers = {0: routing(1), 1: routing(2)}
         trace_of(CONFIG, layers, np.zeros((3, 4), np.int32))
     with pytest.raises(RequestError, match="capture is 'none'"):
         RoutingCounts.zeros(CONFIG, "none")
+    layers, tokens = {0: routing(1), 1: routing(2)}, np.zeros((3, 5), np.int32)
+    for lengths, words in (
+        ([6, 1, 5], "from 1 to 6; accepted are 0 to 5"),
+        ([-1, 1, 1], "from -1 to 1"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            trace_of(CONFIG, layers, tokens, np.array(lengths))
+    with pytest.raises(RequestError, match=r"lengths of shape \(1,\)"):
+        trace_of(CONFIG, layers, tokens, np.array([7]))
     with pytest.raises(RequestError, match="no trace to join"):
         join_traces([])
 

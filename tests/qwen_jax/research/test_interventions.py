@@ -274,6 +274,23 @@ REFUSED = {
         lambda m: change.temperature(m, 1e-4, base=change.temperature(m, 1e-4)),
         "a temperature of size 1e-08 comes out",
     ),
+    "true": (lambda m: change.experts_per_token(m, True), "k is True; accepted"),
+    "truth": (lambda m: change.ban(m, [1], positions=(False, True)), "positions are .False, True."),
+    "digits": (lambda m: change.temperature(m, "0.5"), "temperature is '0.5'; accepted"),
+    "fraction": (lambda m: change.ban(m, [1], layers=[1.0]), "layer 1.0 is no MoE layer"),
+    "base": (
+        lambda m: change.ban(m, [1], base="none"),
+        "got a str in the place of an intervention",
+    ),
+    "combined": (lambda m: change.combine(change.neutral(m), None), "got a NoneType in the place"),
+    "alone": (
+        lambda m: change.per_sequence(change.neutral(m)),
+        "got one intervention; give a list",
+    ),
+    "used": (
+        lambda m: m(np.ones((1, 2), int), intervention="ban"),
+        "the intervention is of type str",
+    ),
     "no model": (lambda m: change.ban("demo", [1]), "the model is 'demo'"),
 }
 

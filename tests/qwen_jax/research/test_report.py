@@ -115,6 +115,8 @@ def test_counts_of_another_run_are_refused(run):
     trace, counts = run
     with pytest.raises(RequestError, match="counts are of 99 tokens"):
         summarise(trace, dataclasses.replace(counts, tokens=jnp.int32(99)))
+    with pytest.raises(RequestError, match="there is no trace"):
+        summarise(None, counts)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,19 @@ def test_pairs_are_those_of_a_loop(ids, monkeypatch):
 
 
 def test_transitions_are_of_the_same_tokens(ids, no_type_checks):
+    with pytest.raises(RequestError, match=r"\(2, 200, 3\) from 0 to 6; accepted are .* one layer"):
+        stats.co_activation(ids, EXPERTS)
+    for wrong in (
+        lambda: stats.co_activation(ids[0], 4),
+        lambda: stats.transition(ids[0], ids[1], 4),
+        lambda: stats.by_class(ids[0], np.zeros(TOKENS, int), 4),
+        lambda: stats.by_class(ids[0] - 1, np.zeros(TOKENS, int), EXPERTS),
+    ):
+        with pytest.raises(RequestError, match="accepted are those of one layer"):
+            wrong()
+    for classes in (np.zeros(3, int), np.full(TOKENS, -1)):
+        with pytest.raises(RequestError, match="accepted is a number from 0 on for each token"):
+            stats.by_class(ids[0], classes, EXPERTS)
     with pytest.raises(RequestError, match="200 and 199 tokens"):
         stats.transition(ids[0], ids[1][1:], EXPERTS)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qwen_jax.errors import RequestError
-from qwen_jax.train import Data, joined
+from qwen_jax.train import Data, Training, joined
 
 
 @pytest.fixture
@@ -55,5 +55,11 @@ def test_refusals():
         Data(np.arange(10), 1, 5)
     with pytest.raises(RequestError, match="rows is 0"):
         Data(np.arange(100), 0, 5)
+    # JAX makes the same key of 2^32 as of 0.
+    for seed in (-1, 2**32):
+        with pytest.raises(RequestError, match=f"seed is {seed}; accepted"):
+            Data(np.arange(100), 1, 5, seed=seed)
+        with pytest.raises(RequestError, match=f"seed is {seed}; accepted"):
+            Training(seed=seed)
     with pytest.raises(RequestError, match="there is no text"):
         joined([], None)
