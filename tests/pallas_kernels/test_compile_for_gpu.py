@@ -73,7 +73,7 @@ def test_unknown_cases_are_named():
 
 @pytest.mark.parametrize("folder", ["cu13", "cuda_nvcc"])
 def test_the_assembler_is_found_where_either_cuda_has_it(monkeypatch, tmp_path, folder):
-    """The folder of all of NVIDIA's packages may be in several places, and have others' programs."""
+    """The folder of all of NVIDIA's packages may be in several places."""
     path = tmp_path / "second" / "nvidia" / folder / "bin" / "ptxas"
     for file in (path, tmp_path / "first" / "nvidia" / "cublas" / "bin" / "other"):
         file.parent.mkdir(parents=True)
