@@ -123,6 +123,17 @@ def test_a_forced_expert_is_chosen_whatever_its_score_but_not_against_the_mask(
 
 
 @BOTH
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_forced_expert_comes_before_one_at_infinity(implementation, wrong):
+    """Of more that are forced than there are slots too; and what is not chosen is in no sum."""
+    forced = jnp.asarray([[False, True, True, True]])
+    output = odd(implementation, [wrong, 0, 0, 0], slots=2, forced=forced)
+    assert output.ids.tolist() == [[2, 1]]
+    total = 1 + np.exp(-1)
+    np.testing.assert_allclose(output.weights, [[1 / total, np.exp(-1) / total]], 1e-6)
+
+
+@BOTH
 def test_a_scale_that_is_no_number_does_not_reach_empty_slots(implementation):
     options = {"limit": jnp.asarray([1]), "scale": jnp.asarray([[np.inf, np.nan, np.nan, 2.0]])}
     output = odd(implementation, [0.0] * 4, slots=4, renormalise=True, **options)
