@@ -87,6 +87,8 @@ def drawn(tokens: int, slots: int) -> np.ndarray:
 
 # Ids, inputs, dtype of tokens, and the readers' bits, group, rows and blocks.
 THREE, EIGHT = (3, 64, 4, 2), (8, 64, 8, 1)
+# A program to a token, where the other order of the same tokens takes two.
+THREE_SHORT = (3, 64, 4, 1)
 CASES = {
     "one token": (drawn(1, 4), 600, "float32", [THREE, EIGHT]),
     "one slot": (np.array([[3]]), 256, "bfloat16", [EIGHT]),
@@ -101,6 +103,7 @@ CASES = {
     "63 slots": (drawn(21, 3), 420, "bfloat16", [(3, 128, 8, 1), (4, 64, 8, 2)]),
     "64 slots": (drawn(16, 4), 512, "float32", [(4, 32, 8, 2), EIGHT]),
     "two read alike": (drawn(13, 5), 330, "float32", [EIGHT, (4, 128, 16, 1)]),
+    "orders of other lengths": (drawn(3, 2), 130, "float32", [THREE_SHORT, (8, 64, 8, 4)]),
     "64 tokens, 10 slots": (drawn(64, 10), 200, "float32", [THREE, (3, 64, 8, 1)]),
 }
 

@@ -89,6 +89,19 @@ def test_a_score_that_is_no_number_comes_first_and_no_weight_is_one(
 
 
 @BOTH
+def test_nan_of_either_sign_ranks_as_infinity_does(implementation):
+    output = odd(implementation, [np.inf, np.nan, -np.nan, np.inf], slots=4)
+    assert output.ids.tolist() == [[0, 1, 2, 3]]
+
+
+@BOTH
+def test_zeros_of_either_sign_rank_alike(implementation):
+    """The first is so little below zero that what is left of it is its sign."""
+    output = odd(implementation, [-1e-30, -1, -2, -3], temperature=jnp.asarray([1e30]))
+    assert output.ids.tolist() == [[0, 1, 2]]
+
+
+@BOTH
 def test_a_row_of_nan_takes_experts_that_exist(implementation):
     output = odd(implementation, [np.nan] * 4)
     assert output.ids.tolist() == [[0, 1, 2]]
