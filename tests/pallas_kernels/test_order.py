@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.expert_dispatch import order
 from pallas_kernels.expert_dispatch.joint import Joint
 from pallas_kernels.expert_dispatch.order import ordered
 from pallas_kernels.expert_dispatch.specs import Spec
@@ -66,18 +68,18 @@ def check(ids: np.ndarray, width: int, dtype: str, readers: list[Joint]) -> None
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((ids.shape[0], width)), dtype)
     run = jax.jit(lambda x, ids: ordered(x, ids, EXPERTS, readers))
-    order = run(x, jnp.asarray(ids, jnp.int32))
+    found = run(x, jnp.asarray(ids, jnp.int32))
     firsts, slots = table(ids, EXPERTS, readers[0].cut.rows)
-    np.testing.assert_array_equal(order.experts, firsts)
-    np.testing.assert_array_equal(order.slots, slots)
+    np.testing.assert_array_equal(found.experts, firsts)
+    np.testing.assert_array_equal(found.slots, slots)
     narrow = np.asarray(x.astype(jnp.bfloat16), np.float64)
-    for found, each in zip(order.inputs, readers, strict=True):
+    for inputs, each in zip(found.inputs, readers, strict=True):
         # At 3 bits a part is a unit, and groups that are multiplied together have copies each.
         part, copies = (32, 4 // each.shape.group_units) if each.shape.bits == 3 else (8, 1)
         step = 128 * each.cut.blocks
         wanted = turned(narrow, part, copies, -(-width // step) * step)
-        assert found.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
+        assert inputs.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(inputs, np.float64), wanted)
 
 
 def drawn(tokens: int, slots: int) -> np.ndarray:
@@ -128,8 +130,8 @@ def test_order_on_a_gpu(name):
 def test_those_that_read_alike_share_an_array():
     readers = [reader(330, *each) for each in (EIGHT, (4, 128, 16, 1), THREE)]
     with interpreted():
-        order = ordered(jnp.ones((2, 330)), jnp.zeros((2, 1), jnp.int32), 1, readers)
-    first, second, third = order.inputs
+        found = ordered(jnp.ones((2, 330)), jnp.zeros((2, 1), jnp.int32), 1, readers)
+    first, second, third = found.inputs
     assert first is second
     assert third is not first
 
@@ -142,3 +144,43 @@ def test_lowers_for_cuda(name):
     struct = jax.ShapeDtypeStruct
     arguments = struct((ids.shape[0], width), dtype), struct(ids.shape, jnp.int32)
     assert lower_for_cuda(run, *arguments).count("xla.gpu.triton") == 1
+
+
+class Rows:
+    """Rows of an array of some shape, that tell where they are read or written."""
+
+    def __init__(self, *shape: int):
+        self.shape, self.at = shape, self
+
+    def __getitem__(self, index: Any) -> tuple[Rows, list[np.ndarray]]:
+        return self, [np.asarray(each) for each in index]
+
+
+@pytest.mark.parametrize("width", [130, 256, 600])
+def test_every_column_is_written_once_and_none_past_the_end(monkeypatch, width):
+    """The interpreter leaves out what is past the end; a device has other rows there."""
+    written: dict[Rows, list[np.ndarray]] = {}
+
+    def place(at: tuple[Rows, list[np.ndarray]], mask: Any) -> tuple[Rows, np.ndarray]:
+        (ref, index), mask = at, True if mask is None else np.asarray(mask)
+        for each, size in zip(index, ref.shape, strict=True):
+            assert np.all((each >= 0) & (each < size), where=mask)
+        return ref, np.ravel_multi_index(index, ref.shape, mode="clip")[np.broadcast_to(mask, 256)]
+
+    def load(ref: Any, *at: Any, mask: Any = None) -> jnp.ndarray:
+        place(ref[at], mask)
+        return jnp.zeros(256)
+
+    def store(at: Any, _: Any, mask: Any = None) -> None:
+        ref, places = place(at, mask)
+        written.setdefault(ref, []).append(places)
+
+    monkeypatch.setattr(order, "load", load)
+    monkeypatch.setattr(order.plt, "store", store)
+    readers = [reader(width, 3, 64, 4), reader(width, 8, 64, 8, 4)]
+    refs = [Rows(*each.struct_of(3).shape) for each in readers]
+    for index in range(3 * order._programs(refs)):
+        order._write_columns(Rows(3, width), index, [each.order for each in readers], refs)
+    for ref in refs:
+        places = np.sort(np.concatenate(written[ref]))
+        np.testing.assert_array_equal(places, np.arange(np.prod(ref.shape)))
