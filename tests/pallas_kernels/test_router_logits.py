@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from pallas_kernels.router.config import (
 from pallas_kernels.router.specs import SPECS, Spec
 from pallas_kernels.router.top_k import top_k
 from pallas_kernels.testing import interpreted
+from tests.pallas_kernels.places import Rows, access
 from tests.pallas_kernels.router_calls import check, choice
 
 FEW = [FewRows(2, 2, 1, 2), FewRows(4, 1, 2, 4)]
@@ -85,37 +85,16 @@ def test_cuts_lower_for_cuda(config, dtype):
     assert lower_for_cuda(call, x, weight).count("xla.gpu.triton") == 1
 
 
-class Tile:
-    """An array of some shape, which tells what is read or written of it."""
-
-    def __init__(self, *shape: int):
-        self.shape, self.at = shape, self
-
-    def __getitem__(self, index: Any) -> tuple[np.ndarray, ...]:
-        return tuple(np.asarray(each) for each in index)
-
-
 @pytest.mark.parametrize(("rows", "width", "experts"), [(20, 100, 40), (32, 128, 64), (1, 1, 1)])
 def test_nothing_past_the_end_is_read_or_written(monkeypatch, rows, width, experts):
-    """The interpreter moves such places back or leaves them out; a device has other rows there."""
-    sizes: tuple[int, ...] = ()
-
-    def touch(at: tuple[np.ndarray, ...], *_: Any, mask: Any = None, other: Any = 0) -> Any:
-        for index, size in zip(at, sizes, strict=True):
-            assert np.all((index >= 0) & (index < size), where=True if mask is None else mask)
-        assert mask is None or other == 0
-        return jnp.zeros(at[0].shape)
-
-    monkeypatch.setattr(some_rows.plt, "load", touch)
-    monkeypatch.setattr(some_rows.plt, "store", touch)
+    monkeypatch.setattr(some_rows.plt, "load", access)
+    monkeypatch.setattr(some_rows.plt, "store", access)
     monkeypatch.setattr(some_rows.pl, "program_id", lambda _: 0)
     for row, expert in itertools.product(range(0, rows, 16), range(0, experts, 16)):
         at = row + jnp.arange(16), expert + jnp.arange(16)
         for column in range(0, width, PIECE):
-            sizes = (rows, width)
-            some_rows._read(Tile(*sizes), at[0], column)
-        sizes = (1, rows, experts)
-        some_rows._store(Tile(*sizes), *at, jnp.zeros((16, 16)))
+            some_rows._read(Rows(rows, width), at[0], column)
+        some_rows._store(Rows(1, rows, experts), *at, jnp.zeros((16, 16)))
 
 
 def drawn(spec: Spec) -> tuple[jax.Array, jax.Array]:
