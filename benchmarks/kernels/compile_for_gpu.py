@@ -2,9 +2,10 @@
 
 XLA compiles for a described device as far as machine code, so this finds what lowering alone does
 not: too much shared memory, spilled registers. It needs the CUDA plugin and NVIDIA's assembler
-beside JAX, but no driver:
+beside JAX, but no driver. Of CUDA 12, or of CUDA 13, the first two of JAX's version:
 
-    pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12   # JAX's version
+    pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+    pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
     python benchmarks/kernels/compile_for_gpu.py [--device NAME] [--only PART_OF_A_NAME]
         [--output FILE]
 
@@ -138,12 +139,10 @@ def _compile_all(
 
 
 def _assembler() -> Path:
-    try:
-        spec = importlib.util.find_spec("nvidia.cuda_nvcc")
-    except ModuleNotFoundError:
-        spec = None
+    """Of CUDA 13, whose packages share a folder, or of CUDA 12, where each has its own."""
+    spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
-        if (path := Path(folder) / "bin" / "ptxas").exists():
+        for path in sorted(Path(folder).glob("*/bin/ptxas")):
             return path
     raise SystemExit(f"NVIDIA's assembler is missing: {_command()}")
 
@@ -151,8 +150,11 @@ def _assembler() -> Path:
 def _command() -> str:
     from importlib.metadata import version
 
-    plugins = f"jax-cuda12-plugin=={version('jax')} jax-cuda12-pjrt=={version('jax')}"
-    return f"pip install --no-deps {plugins} nvidia-cuda-nvcc-cu12"
+    def plugins(cuda: int) -> str:
+        names = (f"jax-cuda{cuda}-{part}=={version('jax')}" for part in ("plugin", "pjrt"))
+        return f"pip install --no-deps {' '.join(names)}"
+
+    return f"{plugins(12)} nvidia-cuda-nvcc-cu12, or {plugins(13)} nvidia-cuda-nvcc nvidia-nvvm"
 
 
 def _kernels(files: list[Path], device: Device, assembler: Path) -> Iterator[dict[str, Any]]:

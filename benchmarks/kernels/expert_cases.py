@@ -79,7 +79,7 @@ def routings(spec: Spec, calls: int) -> list[jax.Array]:
 
 
 def exact(weight: Any) -> jax.Array:
-    """The numbers that codes stand for, in float64."""
+    """The numbers of a matrix, or what its codes stand for, in float64."""
     if not isinstance(weight, QTensor):
         return weight.astype(jnp.float64)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels.expert_cases import exact
 from pallas_kernels.dequant_matmul import layout
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 
@@ -97,20 +98,9 @@ def error(case: Case, arrays: Arrays, result: jax.Array) -> jax.Array:
     x, ids, weights, up, down = arrays
     tokens = jnp.linspace(0, case.tokens - 1, CHECKED_TOKENS).astype(jnp.int32)
 
-    def wide(weight: jax.Array | QTensor, expert: jax.Array) -> jax.Array:
-        one = weight[expert]
-        if not isinstance(one, QTensor):
-            return one.astype(jnp.float64)
-        group = jnp.arange(one.inputs) // one.group_size
-        values = layout.unpack(one.codes, one.inputs).astype(jnp.float64)
-        zero = layout.CENTRES[case.bits]
-        if one.zero is not None:
-            zero = one.zero.astype(jnp.float64)[:, group]
-        return (values - zero) * one.scale.astype(jnp.float64)[:, group]
-
     def of_slot(x: jax.Array, slot: tuple[jax.Array, jax.Array]) -> jax.Array:
-        gate, value = jnp.split(wide(up, slot[0]) @ x, 2)
-        return slot[1] * (wide(down, slot[0]) @ (jax.nn.silu(gate) * value))
+        gate, value = jnp.split(exact(up[slot[0]]) @ x, 2)
+        return slot[1] * (exact(down[slot[0]]) @ (jax.nn.silu(gate) * value))
 
     def of_token(token: jax.Array) -> jax.Array:
         row = x[token].astype(jnp.float64)

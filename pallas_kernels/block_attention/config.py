@@ -111,14 +111,15 @@ def _key(q: Any, key_blocks: Any, block_table: Any) -> str:
     """What entries of `tuning_data` are found by.
 
     Room is the tokens that the table has, up to a power of two: caches are as long as prompt and
-    generation ask for, and an entry for one length alone would hardly ever count.
+    generation ask for, and an entry for one length alone would hardly ever count. Over the same
+    codes, queries of float32 take more shared memory than those of bfloat16.
     """
     batch, length, query_heads, width = q.shape
     _, kv_heads, block_size, _ = key_blocks.shape
     room = pl.next_power_of_2(block_table.shape[1] * block_size)
     return (
         f"batch={batch} new={length} heads={query_heads}/{kv_heads} width={width} "
-        f"block={block_size} room={room} {key_blocks.dtype}"
+        f"block={block_size} room={room} {q.dtype} {key_blocks.dtype}"
     )
 
 

@@ -184,7 +184,8 @@ def _some_rows(cores: int, shape: Shape, outputs: int) -> SomeRows:
     rows = min(max(8, pl.next_power_of_2(shape.rows)), MOST_COLUMNS // copies)
     columns = rows * copies
     # On an H200, the head of 248,320 outputs at 4 bits takes 261 us with 32 rows in place of 338.
-    if outputs >= MANY_OUTPUTS and 16 < columns <= 32:
+    # At 8 bits its program would spill, and need 66 KiB of shared memory.
+    if outputs >= MANY_OUTPUTS and 16 < columns <= 32 and shape.bits < 8:
         return SomeRows(rows, outputs=64, blocks=2)
     config = SomeRows(rows, blocks=2 if columns <= 16 else 1)
     programs, steps = pl.cdiv(outputs, config.outputs), pl.cdiv(shape.units, config.units)

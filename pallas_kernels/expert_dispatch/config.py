@@ -132,11 +132,19 @@ def joint(copies: int, copies_below: int) -> SomeTokens:
     )
 
 
-def others(config: FewTokens | SomeTokens) -> list[FewTokens | SomeTokens]:
-    """What may be tried in place of a heuristic's configuration."""
+def others(
+    config: FewTokens | SomeTokens, *kinds: FewTokens | SomeTokens
+) -> list[FewTokens | SomeTokens]:
+    """What may be tried in place of a heuristic's configuration.
+
+    Args:
+        config: the heuristic's.
+        kinds: one of each other kind that the call may have.
+    """
     if isinstance(config, SomeTokens):
         stages = varied(config.gate_up, num_stages=(2, 4), blocks=(1, 2, 4))
-        return varied(config, gate_up=stages, down=varied(config.down, outputs=(32, 64, 128)))
+        down = varied(config.down, outputs=(32, 64, 128))
+        return [*kinds, *varied(config, gate_up=stages, down=down)]
     outputs, both = (2, 4, 8, 16), (False, True)
     firsts, seconds = (
         [c for c in varied(cut, outputs=outputs, awaited=both) if c.outputs >= c.outputs_at_once]
@@ -144,11 +152,12 @@ def others(config: FewTokens | SomeTokens) -> list[FewTokens | SomeTokens]:
     )
     found = varied(config, gate_up=firsts, down=seconds)
     shared = (config.gate_up.outputs_at_once, config.gate_up.outputs)
-    return [
+    near = [
         each
         for each in (*found, *varied(config, shared_outputs=shared))
         if each.shared_outputs <= each.gate_up.outputs
     ]
+    return [*kinds, *near]
 
 
 def _cut(cores: int, outputs: int, widest: int, units: int) -> Cut:

@@ -99,8 +99,8 @@ def _write_row(ids_ref: Any, slot: Any, experts: int, experts_ref: Any, slots_re
     index = jax.lax.iota(jnp.int32, pl.next_power_of_2(count))
     inside = index < count if index.size != count else None
     mine, others = ids_ref[slot], load(ids_ref, index, mask=inside)
-    alike = others == mine if inside is None else (others == mine) & inside
-    found = jnp.where(alike, index, count)
+    # What is like it past the end is never the least.
+    found = jnp.where(others == mine, index, count)
     before = jnp.sum((found < slot).astype(jnp.int32))
     filled = (mine >= 0) & (mine < experts)
     experts_ref[slot] = jnp.where(filled & (jax.lax.rem(before, rows) == 0), mine, -1)

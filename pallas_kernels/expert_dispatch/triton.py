@@ -71,19 +71,24 @@ def chosen(
         candidates = functools.partial(many_tokens_config.others, config)
         return decide("expert_dispatch", target, key, config, candidates)
     matrices = [matrix_of(weight) for weight in (gate_up_proj, down_proj)]
-    config = heuristic(target.cores, tokens, slots, width, hidden, *(m.units for m in matrices))
+    fitting: list[FewTokens | SomeTokens]
+    few = heuristic(target.cores, tokens, slots, width, hidden, *(m.units for m in matrices))
     own = []
     if shared is not None:
         own = [shared.gate_proj, shared.up_proj, shared.down_proj]
         # What suits codes may be for codes alone.
         key += f" shared={own[0].shape[0]} {_stored(own[0], own[2])}"
-    if all(isinstance(w, QTensor) for w in own) and jnp.dtype(inner_dtype) == jnp.bfloat16:
+    codes_beside = all(isinstance(w, QTensor) for w in own)
+    if tokens == 1 or not codes_beside or jnp.dtype(inner_dtype) != jnp.bfloat16:
+        fitting = [few]
+    else:
+        fitting = [dataclasses.replace(few, abreast=isinstance(gate_up_proj, QTensor))]
         copies = [tile.copies(m.shape) for m in matrices if isinstance(m, Coded)]
-        if tokens >= SHARING_TOKENS and len(copies) == 2:
-            config = joint(*copies)
-        elif tokens > 1 and isinstance(gate_up_proj, QTensor):
-            config = dataclasses.replace(config, abreast=True)
-    return decide("expert_dispatch", target, key, config, functools.partial(others, config))
+        if len(copies) == 2:
+            fitting.insert(0 if tokens >= SHARING_TOKENS else 1, joint(*copies))
+    candidates = functools.partial(others, *fitting)
+    kinds = [type(each) for each in fitting]
+    return decide("expert_dispatch", target, key, fitting[0], candidates, kinds)
 
 
 def _stored(*weights: Any) -> str:

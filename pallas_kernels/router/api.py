@@ -50,8 +50,9 @@ def router(
     the end weights are multiplied with the `scale` of their experts.
 
     All with the accuracy of float32, the products too: no TF32. A score of NaN ranks as +infinity.
-    With either among its scores, all weights of a row's filled slots are NaN; the ids are those of
-    experts. What is infinite in x or in the weight may be NaN in the logits.
+    With either among the scores whose p are added up, those of a row's filled slots if
+    `renormalise`, else all, all weights of the filled slots are NaN; the ids are those of experts.
+    What is infinite in x or in the weight may be NaN in the logits.
 
     Args:
         x: tokens, such as a norm's output.

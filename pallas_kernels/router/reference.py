@@ -48,11 +48,15 @@ def router(
         scores = jnp.where(mask, scores, -jnp.inf)
     # Sorting tells zeros apart by their sign.
     rank = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
-    rank = first = jax.lax.stop_gradient(rank)
-    if forced is not None:
+    rank = jax.lax.stop_gradient(rank)
+    if forced is None:
+        best, ids = jax.lax.top_k(rank, slots)
+    else:
         first = jnp.where(forced, jnp.inf, rank)
         first = first if mask is None else jnp.where(mask, first, -jnp.inf)
-    best, ids = jax.lax.top_k(first, slots)
+        # A score of infinity comes behind all that are forced.
+        ids = jnp.lexsort((~jnp.broadcast_to(forced, first.shape), -first), axis=1)[:, :slots]
+        best = jnp.take_along_axis(first, ids, axis=1)
     filled = best > -jnp.inf
     if limit is not None:
         filled &= jnp.arange(slots, dtype=jnp.int32)[None, :] < limit[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kernels import compile_for_gpu
 from benchmarks.kernels.compile_for_gpu import OPERATIONS, cases
 from benchmarks.kernels.devices import DEVICES
 from pallas_kernels import _compat
@@ -66,3 +69,24 @@ def test_unknown_cases_are_named():
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 2
     assert "no case has 'no such case' in its name" in run.stderr
+
+
+@pytest.mark.parametrize("folder", ["cu13", "cuda_nvcc"])
+def test_the_assembler_is_found_where_either_cuda_has_it(monkeypatch, tmp_path, folder):
+    """The folder of all of NVIDIA's packages may be in several places."""
+    path = tmp_path / "second" / "nvidia" / folder / "bin" / "ptxas"
+    for file in (path, tmp_path / "first" / "nvidia" / "cublas" / "bin" / "other"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / x / "nvidia") for x in ("first", "second")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert compile_for_gpu._assembler() == path
+
+
+def test_without_an_assembler_both_ways_to_have_one_are_said(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as caught:
+        compile_for_gpu._assembler()
+    for words in ("jax-cuda12-pjrt==", "nvidia-cuda-nvcc-cu12", "jax-cuda13-pjrt==", "nvidia-nvvm"):
+        assert words in str(caught.value)

@@ -17,19 +17,15 @@ from pallas_kernels.dequant_matmul import (
     dequant_matmul,
     layout,
     reference,
-    tile,
     triton,
     unpacked,
 )
 from pallas_kernels.dequant_matmul.config import (
-    SOME_ROWS,
     FewRows,
     ManyRows,
     SomeRows,
     Unpacked,
-    heuristic,
 )
-from pallas_kernels.dequant_matmul.operands import Shape
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.specs import SPECS, Matrix
 from pallas_kernels.testing import interpreted, norm_error
@@ -264,28 +260,6 @@ def test_calls_without_a_meaning_are_refused_by_all(changes, reason):
     assert choice.chosen is None
     for said in choice.refused.values():
         assert any(reason in text for text in said), said
-
-
-@pytest.mark.parametrize(
-    ("rows", "kind"),
-    [(1, FewRows), (4, FewRows), (5, SomeRows), (64, SomeRows), (65, ManyRows), (256, Unpacked)],
-)
-def test_rows_decide_the_kernel(rows, kind):
-    shape = Shape(rows, 2048, 12288, 3, 64, 4, jnp.float32)
-    assert isinstance(heuristic(132, shape, 12288), kind)
-
-
-@pytest.mark.parametrize("group_size", layout.GROUP_SIZES)
-@pytest.mark.parametrize("bits", layout.BITS)
-def test_inputs_of_some_rows_fit_tensor_cores_and_the_smallest_shared_memory(bits, group_size):
-    small_device = Target("gpu", "NVIDIA GeForce RTX 4090", 128, (8, 9))
-    for rows in range(5, SOME_ROWS + 1):
-        shape = Shape(rows, 2048, 12288, bits, 64, group_size // 32, jnp.float32)
-        config = heuristic(small_device.cores, shape, 12288)
-        columns = config.rows * tile.copies(shape)
-        assert columns >= 8
-        ahead = 2 * columns * config.units * layout.UNIT * (config.num_stages - 1)
-        assert ahead < 0.9 * small_device.shared_memory
 
 
 def test_the_reference_works_through_large_matrices_in_pieces(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,12 @@ import pytest
 from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.expert_dispatch import order
 from pallas_kernels.expert_dispatch.joint import Joint
 from pallas_kernels.expert_dispatch.order import ordered
 from pallas_kernels.expert_dispatch.specs import Spec
 from pallas_kernels.testing import interpreted
+from tests.pallas_kernels.places import Rows, load, touched
 
 EXPERTS = 7
 
@@ -66,18 +69,18 @@ def check(ids: np.ndarray, width: int, dtype: str, readers: list[Joint]) -> None
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((ids.shape[0], width)), dtype)
     run = jax.jit(lambda x, ids: ordered(x, ids, EXPERTS, readers))
-    order = run(x, jnp.asarray(ids, jnp.int32))
+    found = run(x, jnp.asarray(ids, jnp.int32))
     firsts, slots = table(ids, EXPERTS, readers[0].cut.rows)
-    np.testing.assert_array_equal(order.experts, firsts)
-    np.testing.assert_array_equal(order.slots, slots)
+    np.testing.assert_array_equal(found.experts, firsts)
+    np.testing.assert_array_equal(found.slots, slots)
     narrow = np.asarray(x.astype(jnp.bfloat16), np.float64)
-    for found, each in zip(order.inputs, readers, strict=True):
+    for inputs, each in zip(found.inputs, readers, strict=True):
         # At 3 bits a part is a unit, and groups that are multiplied together have copies each.
         part, copies = (32, 4 // each.shape.group_units) if each.shape.bits == 3 else (8, 1)
         step = 128 * each.cut.blocks
         wanted = turned(narrow, part, copies, -(-width // step) * step)
-        assert found.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
+        assert inputs.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(inputs, np.float64), wanted)
 
 
 def drawn(tokens: int, slots: int) -> np.ndarray:
@@ -87,6 +90,8 @@ def drawn(tokens: int, slots: int) -> np.ndarray:
 
 # Ids, inputs, dtype of tokens, and the readers' bits, group, rows and blocks.
 THREE, EIGHT = (3, 64, 4, 2), (8, 64, 8, 1)
+# A program to a token, where the other order of the same tokens takes two.
+THREE_SHORT = (3, 64, 4, 1)
 CASES = {
     "one token": (drawn(1, 4), 600, "float32", [THREE, EIGHT]),
     "one slot": (np.array([[3]]), 256, "bfloat16", [EIGHT]),
@@ -101,6 +106,7 @@ CASES = {
     "63 slots": (drawn(21, 3), 420, "bfloat16", [(3, 128, 8, 1), (4, 64, 8, 2)]),
     "64 slots": (drawn(16, 4), 512, "float32", [(4, 32, 8, 2), EIGHT]),
     "two read alike": (drawn(13, 5), 330, "float32", [EIGHT, (4, 128, 16, 1)]),
+    "orders of other lengths": (drawn(3, 2), 130, "float32", [THREE_SHORT, (8, 64, 8, 4)]),
     "64 tokens, 10 slots": (drawn(64, 10), 200, "float32", [THREE, (3, 64, 8, 1)]),
 }
 
@@ -125,8 +131,8 @@ def test_order_on_a_gpu(name):
 def test_those_that_read_alike_share_an_array():
     readers = [reader(330, *each) for each in (EIGHT, (4, 128, 16, 1), THREE)]
     with interpreted():
-        order = ordered(jnp.ones((2, 330)), jnp.zeros((2, 1), jnp.int32), 1, readers)
-    first, second, third = order.inputs
+        found = ordered(jnp.ones((2, 330)), jnp.zeros((2, 1), jnp.int32), 1, readers)
+    first, second, third = found.inputs
     assert first is second
     assert third is not first
 
@@ -139,3 +145,21 @@ def test_lowers_for_cuda(name):
     struct = jax.ShapeDtypeStruct
     arguments = struct((ids.shape[0], width), dtype), struct(ids.shape, jnp.int32)
     assert lower_for_cuda(run, *arguments).count("xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("width", [130, 256, 600])
+def test_every_column_is_written_once_and_none_past_the_end(monkeypatch, width):
+    written: dict[Rows, list[np.ndarray]] = {}
+
+    def store(at: Any, _: Any, mask: Any = None) -> None:
+        written.setdefault(at[0], []).append(touched(at, mask))
+
+    monkeypatch.setattr(order, "load", load)
+    monkeypatch.setattr(order.plt, "store", store)
+    readers = [reader(width, 3, 64, 4), reader(width, 8, 64, 8, 4)]
+    refs = [Rows(*each.struct_of(3).shape) for each in readers]
+    for index in range(3 * order._programs(refs)):
+        order._write_columns(Rows(3, width), index, [each.order for each in readers], refs)
+    for ref in refs:
+        places = np.sort(np.concatenate(written[ref]))
+        np.testing.assert_array_equal(places, np.arange(np.prod(ref.shape)))

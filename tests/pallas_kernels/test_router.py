@@ -89,6 +89,19 @@ def test_a_score_that_is_no_number_comes_first_and_no_weight_is_one(
 
 
 @BOTH
+def test_nan_of_either_sign_ranks_as_infinity_does(implementation):
+    output = odd(implementation, [np.inf, np.nan, -np.nan, np.inf], slots=4)
+    assert output.ids.tolist() == [[0, 1, 2, 3]]
+
+
+@BOTH
+def test_zeros_of_either_sign_rank_alike(implementation):
+    """The first is so little below zero that what is left of it is its sign."""
+    output = odd(implementation, [-1e-30, -1, -2, -3], temperature=jnp.asarray([1e30]))
+    assert output.ids.tolist() == [[0, 1, 2]]
+
+
+@BOTH
 def test_a_row_of_nan_takes_experts_that_exist(implementation):
     output = odd(implementation, [np.nan] * 4)
     assert output.ids.tolist() == [[0, 1, 2]]
@@ -120,6 +133,17 @@ def test_a_forced_expert_is_chosen_whatever_its_score_but_not_against_the_mask(
     assert output.ids.tolist() == [[3, 2, 0]]
     total = 1 + np.exp(-1)
     np.testing.assert_allclose(output.weights, [[1 / total, np.exp(-1) / total, 0]], 1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_forced_expert_comes_before_one_at_infinity(implementation, wrong):
+    """Of more that are forced than there are slots too; and what is not chosen is in no sum."""
+    forced = jnp.asarray([[False, True, True, True]])
+    output = odd(implementation, [wrong, 0, 0, 0], slots=2, forced=forced)
+    assert output.ids.tolist() == [[2, 1]]
+    total = 1 + np.exp(-1)
+    np.testing.assert_allclose(output.weights, [[1 / total, np.exp(-1) / total]], 1e-6)
 
 
 @BOTH

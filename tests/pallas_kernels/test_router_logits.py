@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from pallas_kernels.router.config import (
 from pallas_kernels.router.specs import SPECS, Spec
 from pallas_kernels.router.top_k import top_k
 from pallas_kernels.testing import interpreted
+from tests.pallas_kernels.places import Rows, access
 from tests.pallas_kernels.router_calls import check, choice
 
 FEW = [FewRows(2, 2, 1, 2), FewRows(4, 1, 2, 4)]
@@ -81,6 +83,18 @@ def test_cuts_lower_for_cuda(config, dtype):
         return some_rows.product(x, weight, config)
 
     assert lower_for_cuda(call, x, weight).count("xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize(("rows", "width", "experts"), [(20, 100, 40), (32, 128, 64), (1, 1, 1)])
+def test_nothing_past_the_end_is_read_or_written(monkeypatch, rows, width, experts):
+    monkeypatch.setattr(some_rows.plt, "load", access)
+    monkeypatch.setattr(some_rows.plt, "store", access)
+    monkeypatch.setattr(some_rows.pl, "program_id", lambda _: 0)
+    for row, expert in itertools.product(range(0, rows, 16), range(0, experts, 16)):
+        at = row + jnp.arange(16), expert + jnp.arange(16)
+        for column in range(0, width, PIECE):
+            some_rows._read(Rows(rows, width), at[0], column)
+        some_rows._store(Rows(1, rows, experts), *at, jnp.zeros((16, 16)))
 
 
 def drawn(spec: Spec) -> tuple[jax.Array, jax.Array]:

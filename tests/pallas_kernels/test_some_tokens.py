@@ -13,7 +13,7 @@ from pallas_kernels import tuning
 from pallas_kernels._compat import H200, lower_for_cuda, targeting
 from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.expert_dispatch import triton
-from pallas_kernels.expert_dispatch.config import FewTokens, SomeTokens
+from pallas_kernels.expert_dispatch.config import SHARING_TOKENS, Cut, FewTokens, SomeTokens
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 from pallas_kernels.testing import interpreted
 from tests.pallas_kernels.expert_calls import check_whole, small
@@ -22,6 +22,7 @@ from tests.pallas_kernels.expert_calls import check_whole, small
 SOME = SomeTokens(
     SomeRows(4, 32, blocks=2), SomeRows(4, 32), SomeRows(8, 32), SomeRows(16, 32, blocks=2)
 )
+FEW = FewTokens(Cut(), Cut())
 TOGETHER = {
     "3 and 4 bits": small(3, 4, tokens=19, group_size=128, width=420, x="bfloat16"),
     "4 and 3 bits, zero": small(4, 3, tokens=11, zero=True, group_size=32, width=420, x="bfloat16"),
@@ -86,3 +87,36 @@ def test_what_was_measured_counts_for_the_same_shared_expert_alone():
             x, ids, _, up, below, shared = spec.arguments()
             triton.chosen(x, ids, up, below, shared, jnp.bfloat16)
     assert len(heard) == len(several)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kinds"),
+    [
+        (Spec(1), {FewTokens}),
+        (Spec(2), {FewTokens, SomeTokens}),
+        (Spec(SHARING_TOKENS - 1, bits=4), {FewTokens, SomeTokens}),
+        (Spec(SHARING_TOKENS, shared_hidden=0), {FewTokens, SomeTokens}),
+        (Spec(64), {FewTokens, SomeTokens}),
+        (Spec(SHARING_TOKENS, down_bits=16), {FewTokens}),
+        (Spec(SHARING_TOKENS, shared_bits=16), {FewTokens}),
+        (Spec(SHARING_TOKENS, bits=16, down_bits=16, inner="float32"), {FewTokens}),
+    ],
+)
+def test_either_way_may_be_tried_where_both_fit(monkeypatch, spec, kinds):
+    """And counts if it was measured: of one key, all calls can be cut both ways, or none."""
+    x, ids, _, up, below, shared = spec.arguments()
+    choose = functools.partial(triton.chosen, x, ids, up, below, shared, jnp.dtype(spec.inner))
+    with targeting(H200):
+        with tuning.listening() as heard:
+            choose()
+        [((kernel, key), decision)] = heard.items()
+        offered = [decision.heuristic, *decision.others]
+        assert {type(config) for config in offered} == kinds
+        for config in (offered[-1], FEW, SOME):
+            entry = {"config": tuning.as_fields(config), "file": "a file"}
+            monkeypatch.setattr(tuning, "table", lambda kind, e=entry: {kernel: {key: e}})
+            if type(config) in kinds:
+                assert choose() == config
+            else:
+                with pytest.raises(tuning.TuningError, match="accepted are the fields of FewTok"):
+                    choose()

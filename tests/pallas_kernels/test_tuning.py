@@ -100,6 +100,16 @@ def test_caches_of_about_one_length_share_an_entry(blocks, same):
     assert (key(blocks) == key(9)) is same
 
 
+def test_wide_queries_over_codes_have_an_entry_of_their_own():
+    """What suits those of bfloat16 may need more shared memory than there is with them."""
+    pool = jax.ShapeDtypeStruct((32, 2, 64, 256), jnp.int8)
+    table = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    with tuning.listening() as heard:
+        for dtype in (jnp.bfloat16, jnp.float32):
+            config_for(H200, jax.ShapeDtypeStruct((1, 1, 16, 256), dtype), pool, table)
+    assert len(heard) == 2
+
+
 @pytest.mark.parametrize("path", PACKAGED, ids=lambda path: path.stem)
 def test_packaged_entries_have_a_meaning_and_differ_from_known_heuristics(path):
     content = json.loads(path.read_text())
