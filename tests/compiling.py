@@ -31,6 +31,14 @@ def emit_quickly() -> None:
         jax.devices()
 
 
+def environment() -> dict[str, str]:
+    """Of a program that calls `emit_quickly` first, and so finds what this process compiled."""
+    return os.environ | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+    }
+
+
 @contextlib.contextmanager
 def optimised(wanted: bool = True) -> Iterator[None]:
     """Programs compiled inside are optimised, as users' are, or not."""

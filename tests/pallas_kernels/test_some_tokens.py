@@ -32,8 +32,9 @@ TOGETHER = {
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_tokens_that_share_experts(name):
+    # Strengths do not depend on the format.
     with interpreted():
-        check_whole(TOGETHER[name], SOME)
+        check_whole(TOGETHER[name], SOME, given=name == "3 and 4 bits")
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import QUICK
+
 ROOT = Path(__file__).parents[2]
 DEMO = "qwen_jax/demo/"
 REPORT = "qwen_jax/research/report.html.jinja"
@@ -116,7 +118,9 @@ def test_installed_command_names_its_verbs(installed, tmp_path):
     assert "generate" in run(installed / "bin" / "qwen-jax", "--help", cwd=tmp_path)
 
 
-def test_installed_package_generates_text(installed, tmp_path):
+def test_installed_package_generates_text(installed, tmp_path, monkeypatch):
     command = ["-m", "qwen_jax.cli", "generate", "demo"]
     options = ["--prompt", "And Moses said unto", "--max-tokens", "4"]
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     assert run(installed / "bin" / "python", *command, *options, cwd=tmp_path).strip()

@@ -24,6 +24,7 @@ from convert.writing.journal import read_journal
 from qwen_jax import load
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import CheckpointError, RequestError
+from tests import compiling
 from tests.convert import sources
 from tests.convert.quantization import models
 from tests.convert.quantization.models import WINDOW, WINDOWS
@@ -177,6 +178,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(place, whole, tmp_path):
     out, work = tmp_path / "out", tmp_path / "out.partial"
     program = (
         "import sys, pathlib\n"
+        "from tests.compiling import emit_quickly\n"
+        "emit_quickly()\n"
         "from tests.convert.quantization.test_calibrated_folders import LIMIT, plan\n"
         "from convert.quantize import quantize\n"
         "place, out = map(pathlib.Path, sys.argv[1:])\n"
@@ -186,7 +189,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(place, whole, tmp_path):
         [sys.executable, "-u", "-c", program, place, out],
         cwd=ROOT,
         # The same programs as in this process, or bytes may differ.
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        env=compiling.environment(),
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from qwen_jax.cli.trials import spread
 from qwen_jax.compile_time import CompileTime
 from qwen_jax.config import QwenConfig
 from qwen_jax.errors import RequestError
+from tests import compiling
 
 ROOT = Path(__file__).parents[3]
 SMALL = (
@@ -183,14 +183,15 @@ def test_script_needs_no_command_line_library(tiny, tmp_path):
     output = tmp_path / "results" / "bench.json"
     program = (
         "import runpy, sys\n"
+        "from tests.compiling import emit_quickly\n"
+        "emit_quickly()\n"
         "sys.modules.update(cyclopts=None)\n"
         "sys.argv = ['benchmarks/bench.py', *sys.argv[1:]]\n"
         "runpy.run_path('benchmarks/bench.py', run_name='__main__')"
     )
     options = ["--dummy", "--num-layers", "1", "--commit", "abc", "--output", str(output)]
     command = [sys.executable, "-c", program, tiny, *SMALL, *options]
-    # Compiled as in this process, whose programs it finds in the cache of the run.
-    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick = compiling.environment()
     done = subprocess.run(command, cwd=ROOT, env=quick, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check_table(done.stdout, "1 layers, float32, random weights")
