@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +24,16 @@ from pallas_kernels.expert_dispatch import many_tokens_config
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels" / "compile_for_gpu.py"
 
 
+# Their own tests lower every spec; here one shows that cases are made of them.
+LOWERED = {"attention_inputs", "dequant_matmul", "flash_attention", "rms_norm", "router"}
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_spec_is_a_call_of_the_kernel(operation):
     found = 0
+    selected = itertools.islice(cases(f"{operation}: "), 1 if operation in LOWERED else None)
     with _compat.targeting(_compat.H200):
-        for label, call, arguments in cases(f"{operation}: "):
+        for label, call, arguments in selected:
             assert jax.tree.leaves(jax.eval_shape(call, *arguments)), label
             found += 1
     assert found
