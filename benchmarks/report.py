@@ -7,7 +7,7 @@ python benchmarks/report.py --check  exit with 1 if they are not what the result
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +198,51 @@ def _beside(figures: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
+def accuracy_table() -> str:
+    """How far whole models are from the reference, and both from float32."""
+    pairs = ("kernels against reference", "kernels against float32", "reference against float32")
+    lines = [
+        f"| device | model | case | {' | '.join(pairs)} | bar | commit |",
+        "|---|---|---|---:|---:|---:|---:|---|",
+    ]
+    for result in results("accuracy"):
+        for model, cases in result["figures"].items():
+            for case, row in cases.items():
+                found, bar = _accuracy_cells(row, pairs)
+                lines.append(
+                    _row(
+                        result["device"]["kind"],
+                        model,
+                        case,
+                        *found,
+                        f"{bar}{'' if row['right'] else ', missed'}",
+                        (result["commit"] or "")[:7],
+                    )
+                )
+    return "\n".join(lines)
+
+
+def _accuracy_cells(row: Mapping[str, Any], pairs: Sequence[str]) -> tuple[list[str], str]:
+    """By pair the mean KL, or the share of equal tokens; and the bar."""
+    if "equal" in row:
+        differ = [name for name, equal in row["equal"].items() if not equal]
+        return [", ".join(differ) or "no bit differs", "", ""], "no bit differs"
+    if "margin" in row:
+        shares = [f"{row[pair]['same_tokens']:.1%} of {row['tokens']} tokens" for pair in pairs]
+        return shares, f"all {row['clear_tokens']} of margin > {row['margin']}"
+    found = [row[pair]["mean_kl"] if pair in row else None for pair in pairs]
+    if "mean_kl" in row:
+        found[0] = row["mean_kl"]
+    return ["" if kl is None else f"{kl:.1e}" for kl in found], f"{row['bar']:.1e}"
+
+
 TABLES = {
     "README.md": {"bench": bench_table, "conversion": conversion_table, "loading": loading_table},
-    "docs/kernels.md": {"kernels": kernels_table, "steps": split_table},
+    "docs/kernels.md": {
+        "accuracy": accuracy_table,
+        "kernels": kernels_table,
+        "steps": split_table,
+    },
 }
 
 
