@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ class Ballast:
     def fill(self, beside: int) -> None:
         """Fill memory before a measurement; what was filled before is let go.
 
-        Where that cannot be, a peak below the highest so far stays unknown: on a host, or with
-        less room than the measurement may need.
+        Where there is less room than the measurement may need, a peak below the highest so far
+        stays unknown; on a host every peak does, since what ran before stays in the process.
 
         Args:
             beside: bytes of weights and cache that are to come, or more.
@@ -37,6 +38,7 @@ class Ballast:
         gc.collect()
         memory = accelerator_memory()
         if memory is None:
+            self._hidden = sys.maxsize
             return
         missing = max(self._hidden - (memory - available_memory()), 0)
         if missing <= available_memory() - beside - KEPT_FREE:

@@ -98,6 +98,8 @@ class Session:
         self._weights: tuple[str, str | None] | None = None
         self._prepared: Prepared | None = None
         self._made_peak: int | None = None
+        # Whether the process has done what a process for one case would not have.
+        self._used = False
 
     def result(self, request: BenchRequest, commit: str | None = None) -> dict[str, Any]:
         """What `bench.py` gives, without what a process of its own alone can tell.
@@ -105,7 +107,9 @@ class Session:
         Peak memory is that of making the model and running the case, whatever ran before.
         """
         prepared = self._model(request)
-        self._ballast.fill(_cache_bytes(prepared.config, request))
+        if self._used:
+            self._ballast.fill(_cache_bytes(prepared.config, request))
+        self._used = True
         result = result_of(request, self._notes, commit, prepared)
         figures = result["figures"]
         figures["peak_memory_bytes"] = self._peak(figures["peak_memory_bytes"])
@@ -117,9 +121,6 @@ class Session:
 
     def _peak(self, peak: int) -> int | None:
         """Of the case, from the peak of the process."""
-        if self._made_peak == peak:
-            # Nothing has gone above making the model.
-            return peak
         own = self._ballast.own(peak)
         return None if own is None or self._made_peak is None else max(own, self._made_peak)
 
@@ -140,6 +141,7 @@ class Session:
                 alike = [other for other in self._requests if _weights(other) == self._weights]
                 self._notes(f"compiling for {len(alike)} cases ...")
                 _compile(self._prepared.model, alike)
+                self._used = True
         return self._prepared
 
 

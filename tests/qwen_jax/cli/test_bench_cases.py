@@ -90,6 +90,8 @@ def test_results_are_those_of_bench(capsys, tiny, tmp_path, monkeypatch):
         "--batch-size 2 --num-trials 1 --num-layers 1"
     )
     assert figures["compile_seconds"] is None and figures["compilation"] is None
+    # On a host no peak but a process's first is a case's own.
+    assert figures["peak_memory_bytes"] is None
     assert "start_seconds" not in figures
     assert result["commit"]
     assert report._compiled(figures) == "" and report._peak(None) == ""
@@ -151,6 +153,9 @@ def test_ballast_shows_each_peak(monkeypatch):
     held.fill(beside=41)
     assert held.own(40) is None
     assert held.own(41) == 41
+    memory["limit"] = None
+    held.fill(beside=0)
+    assert held.own(50) is None
 
 
 def test_folder_of_a_device(monkeypatch):
