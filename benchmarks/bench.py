@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -18,6 +19,9 @@ from qwen_jax.cli.bench_request import BenchRequest
 from qwen_jax.cli.console import Notes, write_json
 from qwen_jax.cli.environment import prepare_environment
 from qwen_jax.cli.flags import flag
+
+if TYPE_CHECKING:
+    from qwen_jax.cli.measure import Prepared
 
 
 def main() -> int:
@@ -31,17 +35,32 @@ def _bench() -> None:
     output, as_json, commit = (values.pop(name) for name in ("output", "json", "commit"))
     request = BenchRequest(**values)
 
-    from qwen_jax.cli.report import as_text, run_bench
+    from qwen_jax.cli.report import as_text
 
-    result = run_bench(request, Notes(), ["python", "benchmarks/bench.py"])
-    result["commit"] = result["commit"] or commit
+    result = result_of(request, Notes(), commit)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+        write(result, output)
     if as_json:
         write_json(result)
     else:
         print(as_text(result))
+
+
+def result_of(
+    request: BenchRequest, notes: Notes, commit: str | None, prepared: Prepared | None = None
+) -> dict[str, Any]:
+    """What `run_bench` gives, and the commit that was told where the code does not know its own."""
+    from qwen_jax.cli.report import run_bench
+
+    result = run_bench(request, notes, ["python", "benchmarks/bench.py"], prepared)
+    result["commit"] = result["commit"] or commit
+    return result
+
+
+def write(result: dict[str, Any], output: Path) -> None:
+    """Keep a result as JSON; folders are made."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -42,15 +42,31 @@ from .trials import Samples, Trials, figures_of
 Note = Callable[[str], None]
 
 
-def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
-    """Measure one model.
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A model that is there to be measured.
+
+    Attributes:
+        model: with its weights on the device.
+        config: as it was asked for.
+        scheme: how the weights are stored.
+        seconds: that making or loading them took.
+        began: seconds from the start of the process until then.
+    """
+
+    model: CausalLM
+    config: QwenConfig
+    scheme: Scheme
+    seconds: float
+    began: float
+
+
+def prepare(request: BenchRequest, note: Note) -> Prepared:
+    """Make or load the model of a request.
 
     Args:
         request: what to measure.
         note: told what is going on.
-
-    Returns:
-        Figures by name, ready for JSON. Times are in seconds.
 
     Raises:
         RequestError: a preset without `dummy`, or layers that the model does not have.
@@ -58,17 +74,40 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
             or another model's.
         MemoryLimitError: weights and cache cannot fit; nothing was loaded.
     """
-    shape = find_shape(request.model, request.revision, weights=not request.dummy)
-    config, scheme = _configuration(shape, request, note)
-    weights = weight_bytes(config, scheme)
+    shape, config, scheme = configuration(request, note)
     cache = cache_bytes(config, request.batch_size, request.length, request.kv_cache_dtype)
-    needed = weights + max(cache, _working_bytes(config, scheme) if request.dummy else 0)
+    working = _working_bytes(config, scheme) if request.dummy else 0
     stored = scheme.described(config.dtype)
-    refuse_unless_fits(needed, f"{request.model} in {stored} with a cache of {cache / 1e9:.2f} GB")
+    refuse_unless_fits(
+        weight_bytes(config, scheme) + max(cache, working),
+        f"{request.model} in {stored} with a cache of {cache / 1e9:.2f} GB",
+    )
     began, begin = process_seconds(), time.perf_counter()
     model = _model(shape, config, request, note)
-    made = time.perf_counter() - begin
-    trials = Trials(model, request)
+    return Prepared(model, config, scheme, time.perf_counter() - begin, began)
+
+
+def measure(request: BenchRequest, note: Note, prepared: Prepared | None = None) -> dict[str, Any]:
+    """Measure one model.
+
+    Args:
+        request: what to measure.
+        note: told what is going on.
+        prepared: its model, where that is there from another request; see `prepare`, which makes
+            it if None. `start_seconds` then means nothing.
+
+    Returns:
+        Figures by name, ready for JSON. Times are in seconds.
+
+    Raises:
+        RequestError, CheckpointError: see `prepare`.
+        MemoryLimitError: weights or cache cannot fit.
+    """
+    there = prepare(request, note) if prepared is None else prepared
+    config, scheme = there.config, there.scheme
+    cache = cache_bytes(config, request.batch_size, request.length, request.kv_cache_dtype)
+    refuse_unless_fits(cache, f"the cache of {request.model}")
+    trials = Trials(there.model, request)
 
     note("compiling ...")
     before, first = compile_time(), Samples()
@@ -89,13 +128,13 @@ def measure(request: BenchRequest, note: Note) -> dict[str, Any]:
         | {"dtype": config.dtype, "weights": "random" if request.dummy else "loaded"}
         | {"recipe": scheme.recipe or None, "bits": scheme.bits},
         **figures,
-        "weight_bytes": weights,
+        "weight_bytes": weight_bytes(config, scheme),
         "cache_bytes": cache,
         "peak_memory_bytes": peak,
         "compile_seconds": compiled["seconds"],
         "compilation": compiled,
-        "weights_ready_seconds": made,
-        "start_seconds": began + first.from_prompt[0],
+        "weights_ready_seconds": there.seconds,
+        "start_seconds": there.began + first.from_prompt[0],
         "experts": _experts(config, request),
         "limit": _limit(config, scheme, request, figures),
         "profile": _profile(trials, samples, note),
@@ -146,7 +185,17 @@ def _profile(trials: Trials, samples: Samples, note: Note) -> dict[str, Any]:
         return {"absent": f"the profiler failed: {error}"}
 
 
-def _configuration(shape: Shape, request: BenchRequest, note: Note) -> tuple[QwenConfig, Scheme]:
+def configuration(request: BenchRequest, note: Note) -> tuple[Shape, QwenConfig, Scheme]:
+    """The shape that a request names, its configuration as it is to run, and its weights' form.
+
+    Args:
+        request: what to measure.
+        note: told where the dtype is not the model's.
+
+    Raises:
+        RequestError, CheckpointError: see `prepare`.
+    """
+    shape = find_shape(request.model, request.revision, weights=not request.dummy)
     if shape.folder is None and not request.dummy:
         raise RequestError(
             f"{shape.name} names a shape, which has no weights; add --dummy for random ones"
@@ -174,7 +223,7 @@ def _configuration(shape: Shape, request: BenchRequest, note: Note) -> tuple[Qwe
     )
     if request.recipe is not None:
         scheme = scheme_of(parameter_shapes(config), named_recipe(request.recipe))
-    return config, scheme
+    return shape, config, scheme
 
 
 def first_layers(config: QwenConfig, count: int) -> QwenConfig:

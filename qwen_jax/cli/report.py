@@ -8,19 +8,22 @@ from typing import Any
 
 from .bench_request import BenchRequest
 from .console import size, table
-from .measure import Note, measure
+from .measure import Note, Prepared, measure
 from .provenance import provenance
 
 
-def run_bench(request: BenchRequest, note: Note, program: Sequence[str]) -> dict[str, Any]:
+def run_bench(
+    request: BenchRequest, note: Note, program: Sequence[str], prepared: Prepared | None = None
+) -> dict[str, Any]:
     """Measure, and put device, versions, commit and command beside the figures.
 
     Args:
         request: what to measure.
         note: told what is going on.
         program: how the program was called, without its arguments.
+        prepared: the model, if it is there; see `measure`.
     """
-    figures = measure(request, note)
+    figures = measure(request, note, prepared)
     return {
         "benchmark": "bench",
         **provenance([*program, *request.arguments()]),
@@ -30,7 +33,7 @@ def run_bench(request: BenchRequest, note: Note, program: Sequence[str]) -> dict
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """The result for a reader."""
+    """The result for a reader; what it does not know is left out."""
     figures, request, device = result["figures"], result["request"], result["device"]
     model = figures["model"]
     shape = f"{model['num_layers']} layers, {model['dtype']}, {model['weights']} weights"
@@ -49,10 +52,9 @@ def as_text(result: dict[str, Any]) -> str:
         "weights": size(figures["weight_bytes"]),
         "cache": f"{size(figures['cache_bytes'])}, "
         f"keys and values in {request['kv_cache_dtype'] or model['dtype']}",
-        "peak memory": size(figures["peak_memory_bytes"]),
+        "peak memory": _peak(figures["peak_memory_bytes"]),
         "compilation": _compilation(figures["compilation"]),
-        "start": f"{figures['start_seconds']:.1f} s from the start of the process to the first "
-        f"token, making or loading weights left out, compilation {figures['compilation']['start']}",
+        "start": _start(figures),
         "experts": _experts(figures["experts"], model["weights"]),
         "limit": _limit(figures["limit"]),
         **_profile(figures["profile"]),
@@ -67,7 +69,22 @@ def _times(spread: dict[str, float], rate: float | None = None) -> str:
     return text if rate is None else f"{text}, {rate:,.1f} tokens/s"
 
 
-def _compilation(made: dict[str, Any]) -> str:
+def _peak(nbytes: int | None) -> str:
+    return "" if nbytes is None else size(nbytes)
+
+
+def _start(figures: dict[str, Any]) -> str:
+    if "start_seconds" not in figures:
+        return ""
+    return (
+        f"{figures['start_seconds']:.1f} s from the start of the process to the first "
+        f"token, making or loading weights left out, compilation {figures['compilation']['start']}"
+    )
+
+
+def _compilation(made: dict[str, Any] | None) -> str:
+    if made is None:
+        return ""
     if made["start"] == "warm":
         return (
             f"{made['seconds']:.1f} s warm ({made['programs_read']} programs from "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from ..cache import Cache, init_cache
 from ..decode import DecodeState, prefill_prompts, start
 from ..decode.loop import raise_on_failure, run_steps
-from ..decode.prompt import default_chunk_size
+from ..decode.prompt import bucket, default_chunk_size, run_prefill
 from ..memory import accelerator_memory
 from ..model import CausalLM, FlatModel
 from .bench_request import BenchRequest
@@ -94,12 +95,28 @@ class Trials:
         del state, cache
         cache = self._cache()
         prompt = launches(lambda: self._prefill(cache))
+        passes = -(-self._request.prompt_tokens // self._chunk_size)
         return {
             "step": split(loop, steps, float(np.median(samples.loop))),
-            "prefill": split(
-                prompt, 1, float(np.median(samples.prefill)), passes=self._prefill_passes
-            ),
+            "prefill": split(prompt, 1, float(np.median(samples.prefill)), passes=passes),
         }
+
+    def programs(self) -> Iterator[jax.stages.Lowered]:
+        """What takes long to compile: prefill of chunks of each width, and the loop.
+
+        A trial finds what was compiled of these before.
+        """
+        rows, new = self._request.batch_size, self._request.generation_tokens
+        largest, asked = self._chunk_size, self._request.prompt_tokens
+        widths = {bucket(min(largest, asked - at), largest) for at in range(0, asked, largest)}
+        cache = jax.eval_shape(self._empty_cache)
+        lengths, number = jax.ShapeDtypeStruct((rows,), np.int32), jax.ShapeDtypeStruct((), "int32")
+        for width in sorted(widths):
+            tokens = jax.ShapeDtypeStruct((rows, width), np.int32)
+            yield run_prefill.lower(self._flat, cache, tokens, lengths, intervention=None)
+        logits = jax.ShapeDtypeStruct((rows, self._model.config.vocab_size), jnp.float32)
+        state = jax.eval_shape(lambda x, n: start(x, max_tokens=n, capacity=new), logits, number)
+        yield run_steps.lower(self._flat, cache, state, max_steps=number)
 
     def _begin(self, samples: Samples) -> tuple[DecodeState, Cache]:
         request = self._request
@@ -120,21 +137,26 @@ class Trials:
         return state, cache
 
     @property
-    def _prefill_passes(self) -> int:
+    def _chunk_size(self) -> int:
         request = self._request
-        size = request.prefill_chunk_size
-        size = size or default_chunk_size(request.batch_size, accelerator_memory())
-        return -(-request.prompt_tokens // size)
-
-    def _cache(self) -> Cache:
-        request = self._request
-        rows, length = request.batch_size, request.length
-        return jax.block_until_ready(
-            init_cache(self._model.config, rows, length, kv_cache_dtype=request.kv_cache_dtype)
+        return request.prefill_chunk_size or default_chunk_size(
+            request.batch_size, accelerator_memory()
         )
 
+    def _empty_cache(self) -> Cache:
+        request = self._request
+        return init_cache(
+            self._model.config,
+            request.batch_size,
+            request.length,
+            kv_cache_dtype=request.kv_cache_dtype,
+        )
+
+    def _cache(self) -> Cache:
+        return jax.block_until_ready(self._empty_cache())
+
     def _prefill(self, cache: Cache) -> tuple[jax.Array, Cache]:
-        size = self._request.prefill_chunk_size
+        size = self._chunk_size
         return jax.block_until_ready(
             prefill_prompts(self._model, cache, self._prompts, chunk_size=size, flat=self._flat)
         )
