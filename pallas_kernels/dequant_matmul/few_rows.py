@@ -120,14 +120,16 @@ def _products(
         read: by `_read`.
         awaited: see `FewRows`.
     """
-    read = [(codes, *(each.astype(jnp.float32) for each in numbers)) for codes, *numbers in read]
     centre, zero = 0.0 if has_zero else CENTRES[bits], jnp.zeros_like(rows[0][0])
     if awaited:
-        zero = zero_behind([each for codes, *numbers in read for each in (*codes, *numbers)])
+        codes = [word for words, *_ in read for word in words]
+        numbers = [each.astype(jnp.float32) for _, *numbers in read for each in numbers]
+        zero = zero_behind([*codes, *numbers])
     starts = [start_of(values, bits, centre, zero) for values in rows]
     totals = [total(values) for values in rows] if has_zero else []
     found = []
-    for codes, scales, *zeros in read:
+    for codes, *numbers in read:
+        scales, *zeros = (number.astype(jnp.float32) for number in numbers)
         for row, values in enumerate(rows):
             product = multiplied(codes, values, starts[row])
             if zeros:
