@@ -158,6 +158,16 @@ def demo_path() -> Path:
     return Path(qwen_jax.__path__[0]) / "demo"
 
 
+@pytest.fixture(scope="session")
+def tokenizer(demo_path: Path) -> Any:
+    """That model's."""
+    from qwen_jax.text import Tokenizer
+
+    found = Tokenizer.from_folder(demo_path)
+    assert found is not None
+    return found
+
+
 @pytest.fixture
 def optimised() -> Iterator[None]:
     """Compile as users do: for tests of how much memory a program takes, or that compute much."""

@@ -13,13 +13,6 @@ from qwen_jax.text import Tokenizer
 TEXT = "In the beginning God created the heaven and the earth. " * 8
 
 
-@pytest.fixture(scope="module")
-def tokenizer(demo_path) -> Tokenizer:
-    found = Tokenizer.from_folder(demo_path)
-    assert found is not None
-    return found
-
-
 def test_text_plain_and_compressed_gives_the_same_windows(tmp_path, tokenizer):
     plain, packed = tmp_path / "a.txt", tmp_path / "a.txt.xz"
     plain.write_text(TEXT, encoding="utf-8")

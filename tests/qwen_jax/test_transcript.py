@@ -6,18 +6,10 @@ import numpy as np
 import pytest
 
 from qwen_jax.decode import FinishReason
-from qwen_jax.text import Tokenizer
 from qwen_jax.transcript import Transcript, join
 
 # The demo's vocabulary has these characters in several tokens each.
 TEXT = "né 🎉 中!"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_path) -> Tokenizer:
-    found = Tokenizer.from_folder(demo_path)
-    assert found is not None
-    return found
 
 
 def texts_of(transcript: Transcript, ids: list[int], step: int, reason: FinishReason) -> list[str]:

@@ -7,13 +7,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
 from ...model.routing import TopKRouter
+from ..intervention_checks import is_whole
 from .choice import changed, largest, shared_out, softmax_of, sorted_routing
 
 Overflow = Literal["drop", "renormalise", "next"]
@@ -43,7 +43,7 @@ class CapacityRouter(nnx.Module):
     intervenes = True
 
     def __init__(self, inner: TopKRouter, capacity: int, *, overflow: Overflow = "drop"):
-        if not isinstance(capacity, int | np.integer) or capacity < 1:
+        if not is_whole(capacity) or capacity < 1:
             raise RequestError(f"capacity is {capacity!r}; accepted is a whole number from 1 on")
         if overflow not in ("drop", "renormalise", "next"):
             raise RequestError(

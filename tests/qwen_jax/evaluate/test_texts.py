@@ -9,16 +9,8 @@ import pytest
 
 from qwen_jax.errors import RequestError
 from qwen_jax.evaluate import read_documents
-from qwen_jax.text import Tokenizer
 
 TEXT = "And Moses said\r\nunto Pharaoh: é"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_path) -> Tokenizer:
-    found = Tokenizer.from_folder(demo_path)
-    assert found is not None
-    return found
 
 
 def test_text_is_tokenised_as_it_is(tmp_path, tokenizer):

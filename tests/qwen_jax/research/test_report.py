@@ -16,17 +16,9 @@ from qwen_jax.errors import RequestError
 from qwen_jax.model import RoutingTrace
 from qwen_jax.research import Report, RoutingCounts, statistics, summarise
 from qwen_jax.research.token_classes import CLASSES, shown, token_classes
-from qwen_jax.text import Tokenizer
 
 EXPERTS = 4
 PNG = b"\x89PNG\r\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_path) -> Tokenizer:
-    found = Tokenizer.from_folder(demo_path)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(

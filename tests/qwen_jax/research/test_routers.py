@@ -424,6 +424,7 @@ def test_by_name(tiny, no_type_checks):
         ("mass", {"mass": 2.0}, "mass is 2.0; accepted"),
         ("capacity", {"capacity": 0}, "capacity is 0; accepted"),
         ("capacity", {"capacity": 1.5}, "capacity is 1.5; accepted"),
+        ("capacity", {"capacity": True}, "capacity is True; accepted"),
         ("softmax", {"k": 0}, "k is 0; accepted is a whole number from 1 to"),
         ("mass", {"mass": 0.5, "k": 99}, "k is 99; accepted"),
         ("sigmoid", {"k": 0}, "k is 0; accepted"),
