@@ -51,6 +51,7 @@ THREADS = 8
 CHECKED_OUTPUTS = 4096
 FEW = [
     *(FewRows(outputs, 128, 4) for outputs in (4, 8)),
+    FewRows(4, 64, 2, awaited=False),
     *(FewRows(outputs, 64, 2) for outputs in (4, 8, 16)),
     FewRows(8, 64, 4),
     FewRows(8, 32, 1),
@@ -250,7 +251,8 @@ def main() -> int:
         row = check(spec)
         row |= timed(spec, results.copy)
         piece = Piece.of(arguments(spec)[1][0], spec.rows, spec.result)
-        cut = heuristic(current_target().cores, piece.shape, spec.outputs)
+        beside = any(not matrix.coded for matrix in spec.matrices)
+        cut = heuristic(current_target().cores, piece.shape, spec.outputs, beside=beside)
         row["config"] = dataclasses.asdict(cut)
         if results.args.sweep:
             row["sweep"] = sweep(spec)

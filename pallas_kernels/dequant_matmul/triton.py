@@ -88,7 +88,8 @@ def _configs(pieces: Sequence[Piece]) -> list[Config]:
     What was measured is one configuration for all of them.
     """
     target, outputs = current_target(), sum(piece.shape.outputs for piece in pieces)
-    found = [heuristic(target.cores, piece.shape, outputs) for piece in pieces]
+    beside = any(not piece.coded for piece in pieces)
+    found = [heuristic(target.cores, piece.shape, outputs, beside=beside) for piece in pieces]
     coded = [config for piece, config in zip(pieces, found, strict=True) if piece.coded]
     first = (coded or found)[0]
     best = decide("dequant_matmul", target, _key(pieces), first, lambda: others(first), kinds=KINDS)

@@ -72,7 +72,9 @@ def chosen(
         return decide("expert_dispatch", target, key, config, candidates)
     matrices = [matrix_of(weight) for weight in (gate_up_proj, down_proj)]
     fitting: list[FewTokens | SomeTokens]
-    few = heuristic(target.cores, tokens, slots, width, hidden, *(m.units for m in matrices))
+    units = (matrix.units for matrix in matrices)
+    bits = gate_up_proj.bits if isinstance(gate_up_proj, QTensor) else 0
+    few = heuristic(target.cores, tokens, slots, width, hidden, *units, bits=bits)
     own = []
     if shared is not None:
         own = [shared.gate_proj, shared.up_proj, shared.down_proj]

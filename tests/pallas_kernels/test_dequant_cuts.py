@@ -27,6 +27,14 @@ def test_rows_decide_the_kernel(rows, kind):
     assert isinstance(heuristic(132, shape, 12288), kind)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_few_rows_await_all_codes_where_registers_hold_them(rows):
+    shape = Shape(rows, 2048, 8192, 4, 64, 2, jnp.float32)
+    alone, beside = (heuristic(132, shape, 8192, beside=beside) for beside in (False, True))
+    assert isinstance(alone, FewRows) and isinstance(beside, FewRows)
+    assert (alone.awaited, beside.awaited) == (True, rows < 4)
+
+
 @pytest.mark.parametrize(
     ("rows", "bits", "group_units", "outputs"),
     [(16, 4, 2, 32), (17, 4, 2, 64), (32, 3, 4, 64), (8, 3, 1, 64), (33, 4, 2, 32), (32, 8, 2, 32)],

@@ -137,10 +137,18 @@ def test_awaited_codes_lower_for_cuda():
 @pytest.mark.parametrize(
     ("call", "units", "cut"),
     [
-        ((1, 8, 2048, 512), (64, 16), FewTokens(Cut(8, 64, 2), Cut(8, 128, 4), 2)),
-        ((1, 8, 256, 64), (8, 2), FewTokens(Cut(4, 8, 1), Cut(2, 16, 1), 4)),
+        ((1, 8, 2048, 512), (64, 16), FewTokens(Cut(8, 64, 2, True), Cut(8, 128, 4), 2)),
+        ((1, 8, 256, 64), (8, 2), FewTokens(Cut(4, 8, 1, True), Cut(2, 16, 1), 4)),
     ],
     ids=["qwen3.6-35b-a3b", "small"],
 )
 def test_a_program_takes_many_outputs_if_there_is_work_for_all_multiprocessors(call, units, cut):
-    assert heuristic(132, *call, *units) == cut
+    assert heuristic(132, *call, *units, bits=3) == cut
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bits", "awaited"),
+    [(1, 3, True), (1, 4, True), (1, 8, False), (1, 0, False), (2, 3, False)],
+)
+def test_gates_of_one_token_await_all_codes(tokens, bits, awaited):
+    assert heuristic(132, tokens, 8, 2048, 512, 64, 16, bits=bits).gate_up.awaited is awaited
