@@ -85,7 +85,10 @@ def _encode(name: str, text: str, tokenizer: Tokenizer | None) -> list[int]:
             f"{name} is text, but the model folder has no tokenizer; give token ids as .npy or "
             ".jsonl"
         )
-    return tokenizer.encode(text)
+    try:
+        return tokenizer.encode(text)
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from error
 
 
 def _rows(path: Path) -> Iterator[tuple[str, np.ndarray]]:

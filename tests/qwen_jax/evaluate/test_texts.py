@@ -56,6 +56,7 @@ def test_rows_and_lines_are_documents(tmp_path, tokenizer):
         ("a.jsonl", b'{"ids": [1]}', 'accepted is one of "tokens"'),
         ("a.jsonl", b'{"text": "a", "tokens": [1]}', 'accepted is one of "tokens"'),
         ("a.jsonl", b'{"text": 3}', "text is 3"),
+        ("a.jsonl", b'\n{"text": "a \\ud800"}', r"line 2: .*lone surrogate U\+D800"),
         ("a.jsonl", b"[1, 4096]", "id 4096 at 1 is outside the vocabulary; accepted are 0 to 4095"),
         ("a.jsonl", b"[-1]", "id -1 at 0"),
     ],
