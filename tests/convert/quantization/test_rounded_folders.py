@@ -130,6 +130,7 @@ def test_the_dry_run_counts_to_the_byte(shell):
     assert plan["bytes_out"] == plan["tensor_bytes"]
     assert plan["tensors_out"] == len(arrays)
     shards = [path.stat().st_size for path in codes.glob("*.safetensors")]
+    assert plan["file_bytes"] == sum(shards)
     assert plan["mtp_bytes"] == sum(a.nbytes for key, a in arrays.items() if key.startswith("mtp."))
     text = {key: a for key, a in tensors(**fields_of(folder)).items()}
     weights = sum(array.size for array in text.values())
