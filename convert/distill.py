@@ -31,8 +31,9 @@ from .model_fit import divided, fit_model, format_of, judged, tensors_in_codes
 from .quantization.fitted import fitted_tensors
 from .quantization.packed import packed_parts
 from .quantization.report import distilled_report
+from .quantization.weights import Weights
 from .run import check, run, source_compared
-from .teacher import fold_teacher, refuse_other_teacher
+from .teacher import fold_teacher, plan_teacher, refuse_other_teacher
 from .tuning import Fit, Start
 from .writing import Written
 
@@ -68,13 +69,17 @@ def distill(
         tell: called with a line now and then.
 
     Raises:
-        CheckpointError: as `run.run` does; or checksums or the teacher do not fit the codes.
+        CheckpointError: as `run.run` does; checksums or the teacher do not fit the codes; or a
+            weight of the teacher is not finite.
         MemoryLimitError: the device is too small; nothing was loaded.
     """
     check(plan, destination, resume=False)
     _refuse_memory(plan)
     begin = time.monotonic()
+    # First of all: with NaN in the teacher no codes are better, which would show after all steps.
+    tell("looking for weights of the teacher that are damaged or not finite")
     with source_compared(plan):
+        Weights(plan_teacher(plan.teacher, plan.load)).refuse_bad()
         model, _ = load(plan.source, dtype="float32")
     teacher, _ = load(plan.teacher, dtype="float32")
     fold_teacher(model, teacher, plan.report_before)

@@ -18,6 +18,8 @@ from qwen_jax.config import QwenConfig
 from qwen_jax.model.decoder import DecoderLayer
 
 RUN_BYTES = 64 << 20
+# Sums of squares of so large weights, with those of their inputs, are still finite in float32.
+LARGEST = 1e15
 
 
 class Weights:
@@ -82,7 +84,7 @@ class Weights:
         nnx.update(module, nnx.from_flat_state(filled))
 
     def refuse_bad(self) -> None:
-        """Reads every tensor, and raises if a value is not finite.
+        """Reads every tensor, and raises if a value is not finite, or larger than any model's.
 
         Raises:
             CheckpointError: names the tensors, and how many values of each.
@@ -91,13 +93,23 @@ class Weights:
         for path in self._sources:
             faults = Counter[str]()
             for run in self.runs(path):
-                if not np.isfinite(run).all():
-                    faults["NaN"] += int(np.isnan(run).sum())
-                    faults["infinite"] += int(np.isinf(run).sum())
+                faults.update(_faults(run))
             found = ", ".join(f"{count} {kind}" for kind, count in faults.items() if count)
             if found:
-                problems.add("not finite", f"{show(path)}: {found}")
+                problems.add("not finite, or too large", f"{show(path)}: {found}")
         problems.raise_if_any(
             f"{self._load.folder.path} holds weights that no code stands for",
             "The folder is damaged, or its training went wrong: fetch it again, or use another.",
         )
+
+
+def _faults(run: np.ndarray) -> dict[str, int]:
+    """How many values no code stands for, by kind."""
+    largest = np.asarray(min(LARGEST, float(jnp.finfo(run.dtype).max)), run.dtype)
+    with np.errstate(invalid="ignore"):  # NaN is not below anything
+        good = np.abs(run) <= largest
+    if good.all():
+        return {}
+    nan, infinite = int(np.isnan(run).sum()), int(np.isinf(run).sum())
+    large = good.size - int(good.sum()) - nan - infinite
+    return {"NaN": nan, "infinite": infinite, f"beyond {LARGEST:g}": large}

@@ -91,6 +91,7 @@ class Job:
         dry_run: bool,
         json: bool,
         text: str | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
         write: Callable[..., Written] | None = None,
         outcome: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
@@ -102,29 +103,27 @@ class Job:
             dry_run: show the plan alone.
             json: write JSON to standard output.
             text: the plan for a reader; that of `plan_rows` if None.
+            facts: what else there is to say of the plan as JSON.
             write: writes the plan's folder, as `convert.run.run` does, which is used if None.
             outcome: what else there is to say as JSON once that is done; `write` may fill it.
         """
         from convert.run import check, holds
 
+        planned = {**plan.as_json(), **facts}
         if self.destination and self.finished and holds(plan, self.destination):
-            self._tell_complete(plan, self.destination, notes, json=json)
+            self._tell_complete(plan, planned, self.destination, notes, json=json)
             return
         if self.destination is not None:
             check(plan, self.destination, resume=self.resume)
         text = table(plan_rows(plan)) if text is None else text
         if dry_run or self.destination is None:
-            write_json(plan.as_json()) if json else print(text)
+            write_json(planned) if json else print(text)
             return
         notes(text)
         written = self._write(plan, self.destination, notes, write)
         seconds = written.seconds
-        report = {
-            **plan.as_json(),
-            "destination": str(self.destination),
-            "seconds": seconds,
-            **outcome,
-        }
+        done = {"destination": str(self.destination), "seconds": seconds, **outcome}
+        report = {**planned, **done}
         for note in written.notes:
             notes(note)
         if self.verify:
@@ -143,8 +142,16 @@ class Job:
             + (", verified" if self.verify else "")
         )
 
-    def _tell_complete(self, plan: Plan, destination: Path, notes: Notes, *, json: bool) -> None:
-        report = {**plan.as_json(), "destination": str(destination), "complete": True}
+    def _tell_complete(
+        self,
+        plan: Plan,
+        planned: Mapping[str, Any],
+        destination: Path,
+        notes: Notes,
+        *,
+        json: bool,
+    ) -> None:
+        report = {**planned, "destination": str(destination), "complete": True}
         if self.verify and plan.native:
             report |= verify_native(destination, notes)
         compared = "verified" if "verified" in report else "values not compared"

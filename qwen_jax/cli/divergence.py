@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from cyclopts import Parameter
 
 from ..errors import MemoryLimitError, RequestError
@@ -190,7 +191,7 @@ def _refuse_other_vocabulary(base: ModelFolder, other: ModelFolder, texts: Seque
         )
     for text in texts:
         ours, theirs = (read_texts([text], folder, 1) for folder in (base, other))
-        if any((a.tokens != b.tokens).any() for a, b in zip(ours, theirs, strict=True)):
+        if any(not np.array_equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True)):
             raise RequestError(
                 f"the tokenizers of {base.name} and {other.name} give different tokens for {text}; "
                 "give a model made from the base"

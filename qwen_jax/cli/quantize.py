@@ -114,6 +114,7 @@ def quantize(
         dry_run=dry_run,
         json=json,
         text=table(plan_rows(plan) | _rows(plan.estimate, job)),
+        facts={"file_bytes": plan.estimate.file_bytes(job.max_shard_bytes)},
         write=functools.partial(write, tell=notes),
     )
 

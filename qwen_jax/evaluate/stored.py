@@ -23,7 +23,7 @@ from .scores import Scores, padded, row_slices
 from .windows import Windows
 
 FORMAT = "qwen-jax base log-probabilities"
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
 _NAME = "log_probabilities"
 _HASHED_AT_ONCE = 4
 _MEANINGS = {
@@ -111,13 +111,18 @@ def store(
         raise RequestError(
             f"{partial} exists: another command is writing it, or was stopped; delete it if none is"
         ) from None
+    digest = hashlib.sha256()
     try:
         with file:
-            file.write(_header(origin, windows, vocab_size))
+            # The digest is known at the end; until then as many other characters are in its place.
+            file.write(_header(origin, windows, vocab_size, "0" * 64))
             for part in scores:
                 nll(part, "base")
-                rows = np.asarray(part.log_probabilities)[: len(part.targets)]
-                file.write(rows.astype("<f4", copy=False).tobytes())
+                rows = _bytes(np.asarray(part.log_probabilities)[: len(part.targets)])
+                digest.update(rows)
+                file.write(rows)
+            file.seek(0)
+            file.write(_header(origin, windows, vocab_size, digest.hexdigest()))
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
@@ -149,25 +154,38 @@ def read(
     """What `score` with the base model would yield, from a file.
 
     Raises:
-        RequestError: the file is damaged, or not of this model, text, windows or vocabulary.
+        RequestError: the file is damaged, or not of this model, text, windows or vocabulary. Values
+            with another checksum are told behind the last of them, so that they are read once.
     """
-    refuse_other(path, origin, (windows.scored, vocab_size))
-    return _read(path, windows, batch_size)
+    digest = refuse_other(path, origin, (windows.scored, vocab_size))
+    return _read(path, windows, batch_size, digest)
 
 
-def _read(path: Path, windows: Windows, batch_size: int) -> Iterator[Scores]:
+def _read(path: Path, windows: Windows, batch_size: int, digest: str) -> Iterator[Scores]:
+    found = hashlib.sha256()
     with safe_open(path, framework="numpy") as file:
         stored, begin = file.get_slice(_NAME), 0
         for batch in windows.batches(batch_size):
             for rows in row_slices(batch):
                 targets = batch.targets[rows]
-                values = padded(stored[begin : begin + len(targets)])
+                some = stored[begin : begin + len(targets)]
+                found.update(_bytes(some))
                 begin += len(targets)
-                yield Scores(jnp.asarray(values), targets, batch.numbers[rows], windows.describe)
+                values = jnp.asarray(padded(some))
+                yield Scores(values, targets, batch.numbers[rows], windows.describe)
+    if found.hexdigest() != digest:
+        raise RequestError(
+            f"{path} is damaged: its log-probabilities have another checksum than when they were "
+            "written; delete it to have them computed anew"
+        )
 
 
-def refuse_other(path: Path, origin: Origin, shape: tuple[int, int]) -> None:
-    """Raise `RequestError` unless the file holds log-probabilities of this origin and shape."""
+def refuse_other(path: Path, origin: Origin, shape: tuple[int, int]) -> str:
+    """Raise `RequestError` unless the file holds log-probabilities of this origin and shape.
+
+    Returns:
+        The SHA-256 of the log-probabilities, as the file says.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -195,14 +213,16 @@ def refuse_other(path: Path, origin: Origin, shape: tuple[int, int]) -> None:
         raise RequestError(f"{path} does not fit: {'; '.join(differing)}; {advice}")
     if found != (shape, "F32"):
         raise RequestError(f"{path} holds {found}, but {shape} in F32 is needed; {advice}")
+    return metadata.get("sha256", "")
 
 
-def _header(origin: Origin, windows: Windows, vocab_size: int) -> bytes:
-    """The length and the text of a safetensors header."""
+def _header(origin: Origin, windows: Windows, vocab_size: int, digest: str) -> bytes:
+    """The length and the text of a safetensors header; of one length for all digests."""
     content = {
         "__metadata__": {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
+            "sha256": digest,
             **dataclasses.asdict(origin),
         },
         _NAME: {
@@ -214,6 +234,10 @@ def _header(origin: Origin, windows: Windows, vocab_size: int) -> bytes:
     text = json.dumps(content).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(rows: np.ndarray) -> bytes:
+    return rows.astype("<f4", copy=False).tobytes()
 
 
 def _sha256(text: str) -> str:

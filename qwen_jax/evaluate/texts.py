@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import lzma
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,9 @@ def read_documents(
 
     `NAME.npy` holds token ids, [N] or one document a row [*, N]. `NAME.jsonl` holds a document a
     line: a list of ids, {"tokens": ids}, {"text": text} or {"messages": a chat}, which goes through
-    the tokenizer's chat template. Any other file is one document of UTF-8 text, packed if it is
-    called `NAME.xz`. Special tokens that are written out in text count as such; none is added.
+    the tokenizer's chat template. Any other file is one document of UTF-8 text. All may be packed,
+    and have `.xz` behind their names then. Special tokens that are written out in text count as
+    such; none is added.
 
     Args:
         path: the file.
@@ -60,9 +62,10 @@ def read_documents(
             f"{path} cannot be read ({reason}); give a file of text, or of token ids as .npy or "
             ".jsonl"
         ) from error
-    if path.suffix == ".npy":
-        named = _rows(path)
-    elif path.suffix == ".jsonl":
+    kind = Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
+    if kind == ".npy":
+        named = _rows(path, data)
+    elif kind == ".jsonl":
         named = _lines(path, _decode(path, data), tokenizer)
     else:
         named = iter([(str(path), _encode(str(path), _decode(path, data), tokenizer))])
@@ -85,12 +88,15 @@ def _encode(name: str, text: str, tokenizer: Tokenizer | None) -> list[int]:
             f"{name} is text, but the model folder has no tokenizer; give token ids as .npy or "
             ".jsonl"
         )
-    return tokenizer.encode(text)
-
-
-def _rows(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     try:
-        array = np.load(path, allow_pickle=False)
+        return tokenizer.encode(text)
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from error
+
+
+def _rows(path: Path, data: bytes) -> Iterator[tuple[str, np.ndarray]]:
+    try:
+        array = np.load(io.BytesIO(data), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise RequestError(
             f"{path} is not a .npy file of numbers; write one by numpy.save"

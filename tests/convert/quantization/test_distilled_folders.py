@@ -215,11 +215,15 @@ def test_teachers_that_are_refused(place, tmp_path):
     with pytest.raises(CheckpointError, match="num_experts_per_tok 1 there, 2 here"):
         plan(place, teacher=str(tmp_path / "other"))
     arrays = sources.read(place / "float")
-    arrays = {key: -array if array.ndim > 1 else array for key, array in arrays.items()}
-    sources.write(tmp_path / "turned", arrays, **models.SIZES, **ONE_LAYER, mtp_num_hidden_layers=1)
-    turned = plan(place, teacher=str(tmp_path / "turned"))
-    with pytest.raises(CheckpointError, match=r"in 3 of 3 tensors, such as (1\.9|2\.0)"):
-        distill(turned, tmp_path / "out", max_shard_bytes=LIMIT)
+    turned = {key: -array if array.ndim > 1 else array for key, array in arrays.items()}
+    broken = arrays | {"model.norm.weight": arrays["model.norm.weight"] * np.nan}
+    for number, (weights, words) in enumerate(
+        ((turned, r"in 3 of 3 tensors, such as (1\.9|2\.0)"), (broken, r"norm.weight: \d+ NaN"))
+    ):
+        teacher = tmp_path / str(number)
+        sources.write(teacher, weights, **models.SIZES, **ONE_LAYER, mtp_num_hidden_layers=1)
+        with pytest.raises(CheckpointError, match=words):
+            distill(plan(place, teacher=str(teacher)), tmp_path / "out", max_shard_bytes=LIMIT)
 
 
 def test_a_device_that_is_too_small_is_refused(place, tmp_path, monkeypatch):

@@ -130,6 +130,7 @@ def test_the_dry_run_counts_to_the_byte(shell):
     assert plan["bytes_out"] == plan["tensor_bytes"]
     assert plan["tensors_out"] == len(arrays)
     shards = [path.stat().st_size for path in codes.glob("*.safetensors")]
+    assert plan["file_bytes"] == sum(shards)
     assert plan["mtp_bytes"] == sum(a.nbytes for key, a in arrays.items() if key.startswith("mtp."))
     text = {key: a for key, a in tensors(**fields_of(folder)).items()}
     weights = sum(array.size for array in text.values())
@@ -172,6 +173,7 @@ def test_constant_and_zero_groups(shell):
     arrays[key][1, 0] = 0.25
     arrays[key][2] = -1e4
     arrays[key][3, 0, 5] = 1e-38
+    arrays[key][3, 1, :32] = np.linspace(-9e14, 9e14, 32)
     sources.save_file(arrays, folder / "model.safetensors")
     found = read(quantised(shell, folder))
     made = dequantised(found, key, 80, 32)
@@ -179,6 +181,8 @@ def test_constant_and_zero_groups(shell):
     assert not np.abs(made[0, :, :32]).max() > 1e-20
     assert made[1, 0] == pytest.approx(0.25, rel=0.01)
     assert made[2] == pytest.approx(arrays[key][2].astype(np.float64), rel=0.01)
+    # Half a step of eight levels, and what is clipped.
+    assert np.abs(made[3, 1, :32] - np.linspace(-9e14, 9e14, 32)).max() < 0.2 * 9e14
 
 
 @pytest.mark.parametrize(
@@ -188,15 +192,18 @@ def test_constant_and_zero_groups(shell):
         ("model.layers.0.linear_attn.in_proj_qkv.weight", np.inf),
         ("model.embed_tokens.weight", -np.inf),
         ("model.layers.0.mlp.gate.weight", np.nan),
+        ("model.layers.1.mlp.experts.down_proj", 3e38),
+        ("model.embed_tokens.weight", -2e15),
     ],
 )
-def test_weights_that_are_not_finite_are_named(shell, key, value):
+def test_weights_that_are_not_finite_or_too_large_are_named(shell, key, value):
     folder = source(shell.place / "source")
     arrays = read(folder)
     arrays[key].reshape(-1)[7] = value
     sources.save_file(arrays, folder / "model.safetensors")
     rules = recipe(shell.place)
-    words = (key.removeprefix("model."), "1 NaN" if np.isnan(value) else "1 infinite")
+    kinds = {np.isnan(value): "1 NaN", np.isinf(value): "1 infinite"}
+    words = (key.removeprefix("model."), kinds.get(True, "1 beyond 1e+15"))
     shell.refused(folder, *words, verb="quantize", options=("--recipe", rules))
 
 

@@ -204,6 +204,10 @@ def test_models_of_other_vocabularies_are_refused(run, tiny, text, tmp_path, wri
     (renamed / "tokenizer.json").write_text(json.dumps(spec))
     words = ("give different tokens for",)
     refused(run("divergence", tiny, str(renamed), text, *CUT), USAGE, *words)
+    # Fewer merges: another number of tokens too.
+    spec["normalizer"], spec["model"]["merges"] = None, spec["model"]["merges"][:1000]
+    (renamed / "tokenizer.json").write_text(json.dumps(spec))
+    refused(run("divergence", tiny, str(renamed), text, *CUT), USAGE, *words)
 
 
 def test_nan_logits_fail_with_the_window(run, text, tmp_path, write_tiny):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from qwen_jax.errors import RequestError
@@ -67,6 +69,22 @@ def test_other_files_are_refused(tmp_path, file, windows):
         read(other, ORIGIN, windows, 61, 2)
     with pytest.raises(RequestError, match=r"holds \(\(44, 61\), 'F32'\), but \(44, 62\)"):
         read(file, ORIGIN, windows, 62, 2)
+
+
+@pytest.mark.parametrize("place", [-4, -20 * 61 * 4, -44 * 61 * 4])
+def test_a_changed_value_is_refused(file, sparse, windows, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    base = read(file, ORIGIN, windows, 61, 2)
+    with pytest.raises(RequestError, match="damaged: its log-probabilities have another checksum"):
+        divergence(base, score(sparse, windows, batch_size=2))
+
+
+def test_the_checksum_is_that_of_the_values(file):
+    with safe_open(file, framework="numpy") as opened:
+        digest = opened.metadata()["sha256"]
+    assert digest == hashlib.sha256(file.read_bytes()[-44 * 61 * 4 :]).hexdigest()
 
 
 def test_nothing_is_left_of_a_run_that_failed(tmp_path, windows, sparse):

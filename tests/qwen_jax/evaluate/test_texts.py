@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 
 import numpy as np
 import pytest
@@ -38,6 +39,12 @@ def test_rows_and_lines_are_documents(tmp_path, tokenizer):
     documents = read_documents(tmp_path / "a.jsonl", tokenizer, 4096)
     assert [d.tokens.tolist() for d in documents] == [[1, 2, 3], [4], tokenizer.encode("Moses")]
     assert documents[1].name.endswith("a.jsonl line 2")
+    for name in ("a.npy", "a.jsonl"):
+        (tmp_path / f"{name}.xz").write_bytes(lzma.compress((tmp_path / name).read_bytes()))
+    packed = read_documents(tmp_path / "a.jsonl.xz", tokenizer, 4096)
+    assert [d.tokens.tolist() for d in packed] == [d.tokens.tolist() for d in documents]
+    packed = read_documents(tmp_path / "a.npy.xz", None, 9)
+    assert [d.tokens.tolist() for d in packed] == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,7 @@ def test_rows_and_lines_are_documents(tmp_path, tokenizer):
         ("a.jsonl", b'{"ids": [1]}', 'accepted is one of "tokens"'),
         ("a.jsonl", b'{"text": "a", "tokens": [1]}', 'accepted is one of "tokens"'),
         ("a.jsonl", b'{"text": 3}', "text is 3"),
+        ("a.jsonl", b'\n{"text": "a \\ud800"}', r"line 2: .*lone surrogate U\+D800"),
         ("a.jsonl", b"[1, 4096]", "id 4096 at 1 is outside the vocabulary; accepted are 0 to 4095"),
         ("a.jsonl", b"[-1]", "id -1 at 0"),
     ],
