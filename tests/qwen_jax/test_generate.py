@@ -387,9 +387,3 @@ def test_a_prompt_without_order_is_refused(model, tokenizer, prompt):
 def test_impossible_lengths_are_refused(no_type_checks, model, lengths):
     with pytest.raises(RequestError, match="lengths"):
         model(np.ones((2, 3), np.int32), np.array(lengths))
-
-
-def test_what_is_no_model_is_refused(model, tokenizer, no_type_checks):
-    for wrong in ("demo", tokenizer, (model, tokenizer)):
-        with pytest.raises(RequestError, match=f"the model is of type {type(wrong).__name__}"):
-            qwen_jax.generate(wrong, tokenizer, "And")
