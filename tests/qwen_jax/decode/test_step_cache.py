@@ -184,7 +184,7 @@ def test_prompts_may_fill_their_rows_and_the_pool(tiny):
     _, cache = prefill_prompts(tiny, cache, [[1] * 5, [2] * 2], chunk_size=16)
     assert (cache.length.tolist(), int(cache.blocks.num_free)) == ([9, 6], 0)
     assert not cache.overflow.any()
-    with pytest.raises(CacheFullError, match="prompt 0 has 1 tokens, .* room for 0"):
+    with pytest.raises(CacheFullError, match=r"prompt 0 has 1 tokens, .* room for 0"):
         prefill_prompts(tiny, cache, [[1], [2]])
 
 

@@ -10,7 +10,7 @@ import pytest
 from qwen_jax import CausalLM
 from qwen_jax.model import Routing
 from qwen_jax.model.layer_intervention import LayerIntervention
-from qwen_jax.research.interventions import experts_per_token
+from qwen_jax.research.interventions import experts_per_token, scale_weights
 from qwen_jax.research.routers import HashRouter, replace_routers
 
 TOKENS, EXPERTS, SLOTS = 400, 6, 3
@@ -76,3 +76,16 @@ def test_as_many_experts_as_a_router_has_slots_are_no_nan(tiny: CausalLM):
     expected = model(tokens, intervention=more).logits
     assert np.isfinite(expected).all()
     np.testing.assert_array_equal(model(tokens, intervention=both).logits, expected)
+
+
+def test_factors_count_for_any_router(tiny: CausalLM):
+    experts, k = tiny.config.num_experts, tiny.config.num_experts_per_tok
+    model = replace_routers(tiny, lambda *_: HashRouter(experts, k))
+    factors = np.linspace(-1, 2, experts)
+    tokens = np.arange(12, dtype=np.int32)[None]
+    own = model(tokens).routing
+    found = model(tokens, intervention=scale_weights(model, factors)).routing
+    for layer, routing in own.items():
+        np.testing.assert_array_equal(found[layer].ids, routing.ids)
+        wanted = factors[np.asarray(routing.ids)] * np.asarray(routing.weights)
+        np.testing.assert_allclose(found[layer].weights, wanted, atol=1e-6)
