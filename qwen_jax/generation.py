@@ -18,7 +18,7 @@ from .decode import (
 )
 from .decode.prompt import bucket, check_ids, check_whole
 from .errors import RequestError
-from .model import CausalLM, FlatModel, Intervention
+from .model import CausalLM, FlatModel, Intervention, check_model
 from .text import Tokenizer, stop_token_ids
 from .transcript import GenerationResult, Transcript, join
 
@@ -87,11 +87,7 @@ def stream_generate(
         RequestError: a prompt, option or limit outside what is accepted; before any work on the
             device.
     """
-    if not isinstance(model, CausalLM):
-        raise RequestError(
-            f"the model is of type {type(model).__name__}; accepted is what qwen_jax.load returns: "
-            "model, tokenizer = qwen_jax.load(path)"
-        )
+    check_model(model)
     _, prompts = _as_batch(prompt)
     ids = [_encode(model, tokenizer, p, row) for row, p in enumerate(prompts)]
     longest = max(len(row) for row in ids)

@@ -81,15 +81,16 @@ def tune(request: TuneRequest, note: Note) -> dict[str, Any]:
         MemoryLimitError: the layers do not fit.
     """
     until = time.monotonic() + request.budget_seconds
+    # What is asked for comes first: it is wrong on any machine.
+    recipe = None if request.recipe is None else named_recipe(request.recipe)
+    config = cut_model(find_shape(request.model, weights=False).config, request.num_layers)
+    scheme = FLOATS if recipe is None else scheme_of(parameter_shapes(config), recipe)
     if jax.default_backend() != "gpu":
         raise RequestError(
             f"kernels are tuned on a GPU, and JAX sees {jax.default_backend()}; their heuristics "
             "serve until then"
         )
     known_entries(_place(request.output), current_target().kind)
-    config = cut_model(find_shape(request.model, weights=False).config, request.num_layers)
-    recipe = None if request.recipe is None else named_recipe(request.recipe)
-    scheme = FLOATS if recipe is None else scheme_of(parameter_shapes(config), recipe)
     refuse_unless_fits(weight_bytes(config, scheme), f"{config.num_hidden_layers} layers")
     note(f"making {config.num_hidden_layers} layers with random weights")
     model = jax.block_until_ready(initialise(config, jax.random.key(0), recipe))

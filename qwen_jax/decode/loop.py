@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from ..cache import Cache
 from ..errors import CacheFullError
-from ..model import CausalLM, FlatModel, Intervention, whole
+from ..model import CausalLM, FlatModel, Intervention, check_model, whole
 from .carry import Carry, Packing
 from .sampling import sample
 from .state import DecodeState, FinishReason, SampleRule, Steering, advance, init_state
@@ -138,10 +138,11 @@ def stream(
         flat: the same model, for callers that flatten it once and not at each call.
 
     Raises:
-        RequestError: an intervention that is not for this model or its routers.
+        RequestError: no model, or an intervention that is not for it or its routers.
         CacheFullError: a row ran out of blocks.
         FloatingPointError: the model computed NaN or infinite logits.
     """
+    check_model(model)
     raise_on_failure(state, cache)
     yield state, cache
     if (now := _now(intervention, state)) is not None:

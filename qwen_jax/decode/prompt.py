@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from ..cache import Cache
 from ..errors import CacheFullError, RequestError
 from ..memory import accelerator_memory
-from ..model import CausalLM, FlatModel, Intervention, whole
+from ..model import CausalLM, FlatModel, Intervention, check_model, whole
 from .step import StepOutput, prefill
 
 CHUNK_SIZE = 512
@@ -135,6 +135,7 @@ def check_prompts(
     model: CausalLM, cache: Cache, prompts: Sequence[Sequence[int]], chunk_size: int | None
 ) -> None:
     """Refuse prompts that the cache or the vocabulary cannot take."""
+    check_model(model)
     rows = cache.blocks.table.shape[0]
     if chunk_size is not None:
         check_whole("chunk_size", chunk_size, 1)

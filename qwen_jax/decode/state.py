@@ -5,6 +5,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -145,10 +146,12 @@ def init_state(
         sampling: options of each row, or one for all; greedy if None.
         vocab_size: number of ids that may be sampled; V if None.
         in_prompt: [B, V], non-zero at the prompt's tokens; only the repetition penalty needs it.
+            Where that is traced, nothing says that it is missing: the output alone counts then.
         overflow: `cache.overflow`: rows whose prompt did not fit end with CACHE_FULL. Without it
             they end with NOT_FINITE, since their logits are NaN.
         sample: the sampling rule; give the same one to the loop.
-        observer: sees each step of the loop that follows, not the prompt; read it from the state.
+        observer: sees each step of the loop that follows, not the prompt; read it from the state,
+            which takes its arrays, while all others are copied.
 
     Raises:
         RequestError: max_tokens (where it is concrete) or capacity below 1, a traced max_tokens
@@ -180,10 +183,11 @@ def init_state(
         last=zeros,
         reason=zeros,
         max_tokens=jnp.broadcast_to(max_tokens, (batch,)),
-        stop_ids=jnp.asarray(stop_ids, jnp.int32).reshape(-1),
-        vocab_size=jnp.asarray(vocabulary if vocab_size is None else vocab_size, jnp.int32),
-        sampling=sampling,
-        in_prompt=jnp.asarray(in_prompt, jnp.bool_),
+        # Copies: a loop that takes the state as a donation must not take the caller's arrays.
+        stop_ids=jnp.array(stop_ids, jnp.int32).reshape(-1),
+        vocab_size=jnp.array(vocabulary if vocab_size is None else vocab_size, jnp.int32),
+        sampling=jax.tree.map(jnp.copy, sampling),
+        in_prompt=jnp.array(in_prompt, jnp.bool_),
         observer=observer,
     )
     return advance(state, logits, overflow, sample)
@@ -216,8 +220,8 @@ def _check_prompt(
 ) -> None:
     if in_prompt is not None and in_prompt.shape != shape:
         raise RequestError(f"in_prompt has shape {in_prompt.shape}; accepted is {shape}, [B, V]")
-    penalised = isinstance(sampling, SamplingOptions) and sampling.repetition_penalty != 1
-    if penalised and in_prompt is None:
+    penalty = 1.0 if sampling is None else sampling.repetition_penalty
+    if in_prompt is None and not isinstance(penalty, Tracer) and np.any(np.asarray(penalty) != 1):
         raise RequestError("init_state: a repetition penalty needs in_prompt, the prompt's tokens")
 
 

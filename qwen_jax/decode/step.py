@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from ..cache import Cache, allocate
 from ..errors import RequestError
-from ..model import Capture, CausalLM, Intervention, Routing
+from ..model import Capture, CausalLM, Intervention, Routing, check_model
 from ..pytree import pytree
 
 
@@ -59,9 +59,10 @@ def prefill(
         padding the columns of the output are those of the tokens moved to the left.
 
     Raises:
-        RequestError: an unknown `padding` or `capture`, a number of rows that is not the cache's,
-            or an intervention that is not for this model.
+        RequestError: no model, an unknown `padding` or `capture`, a number of rows that is not the
+            cache's, or an intervention that is not for this model.
     """
+    check_model(model)
     _check_rows(cache, tokens, lengths)
     if padding not in ("right", "left"):
         raise RequestError(f'padding is {padding!r}; accepted are "right" and "left"')

@@ -1,7 +1,7 @@
 """The Qwen decoder as Flax NNX modules that mirror the architecture, with Hugging Face's names."""
 
 from .abstract import abstract_model, parameter_shapes
-from .decoder import CausalLM, DecoderLayer, ModelOutput
+from .decoder import CausalLM, DecoderLayer, ModelOutput, check_model
 from .flat import FlatModel, whole
 from .initialise import initialise
 from .intervention import Intervention
@@ -20,6 +20,7 @@ __all__ = [
     "Routing",
     "RoutingTrace",
     "abstract_model",
+    "check_model",
     "initialise",
     "parameter_shapes",
     "whole",

@@ -218,6 +218,15 @@ class CausalLM(nnx.Module):
         )
 
 
+def check_model(model: object) -> None:
+    """Raise `RequestError` for what is no model, such as the path of one."""
+    if not isinstance(model, CausalLM):
+        raise RequestError(
+            f"the model is of type {type(model).__name__}; accepted is what qwen_jax.load returns: "
+            "model, tokenizer = qwen_jax.load(path)"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
     """Result of `CausalLM.forward`; unused parts cost nothing under jit.

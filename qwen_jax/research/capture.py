@@ -16,7 +16,7 @@ from ..decode import prefill
 from ..decode.prompt import check_ids, check_whole, default_chunk_size, pad
 from ..errors import RequestError
 from ..memory import accelerator_memory
-from ..model import Capture, CausalLM, FlatModel, Routing, RoutingTrace, whole
+from ..model import Capture, CausalLM, FlatModel, Routing, RoutingTrace, check_model, whole
 from ..model.intervention import sparse_layers
 from .counts import RoutingCounts
 from .trace import join_traces, trace_of
@@ -63,6 +63,7 @@ def trace_text(
         RequestError: a dense model, another capture, no sequence, an empty one, one longer than the
             model's context, an id outside the vocabulary, or a size below 1.
     """
+    check_model(model)
     sparse_layers(model.config)
     if capture not in ("none", "ids", "full"):
         raise RequestError(f'capture is {capture!r}; accepted are "none", "ids" and "full"')

@@ -20,6 +20,7 @@ from qwen_jax import CausalLM, GenerationResult, SamplingOptions
 from qwen_jax.compile_time import compile_seconds
 from qwen_jax.errors import RequestError
 from qwen_jax.model.layers import Linear
+from qwen_jax.research.interventions import shared_expert
 from qwen_jax.text import Tokenizer
 
 # One number of new tokens and few batch sizes, so that few programs are compiled.
@@ -265,6 +266,50 @@ def test_a_repetition_penalty_sees_the_prompt(model, tokenizer, greedy):
     assert result.tokens != greedy[0].tokens
 
 
+def test_each_row_is_penalised_for_its_own_prompt(model, tokenizer, greedy):
+    penalised = SamplingOptions(repetition_penalty=1e6)
+    for row in range(len(TEXTS)):
+        options = [penalised if other == row else SamplingOptions() for other in range(len(TEXTS))]
+        results = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=NEW, sampling=options)
+        seen = [*{*tokenizer.encode(TEXTS[row])}, *results[row].tokens]
+        assert len({*seen}) == len(seen)
+        for other in {*range(len(TEXTS))} - {row}:
+            assert results[other].tokens == greedy[other].tokens
+
+
+def test_keys_and_values_in_int8_are_close_and_not_the_same(model, ids, greedy):
+    results = qwen_jax.generate(model, None, ids, max_tokens=NEW, kv_cache_dtype="int8")
+    for result, exact in zip(results, greedy, strict=True):
+        first = abs(result.logprobs[0] - exact.logprobs[0])
+        assert 0 < first < 0.1
+
+
+def test_the_cache_has_room_for_prompt_and_new_tokens(model, ids):
+    """More than the 64 tokens of the smallest cache."""
+    prompt = (ids[0] * 63)[:63]
+    result = qwen_jax.generate(model, None, prompt, max_tokens=NEW, ignore_eos=True)
+    assert len(result.tokens) == NEW
+
+
+@pytest.mark.parametrize("part", ["prompt", "new tokens"])
+def test_an_intervention_counts_for_prompt_and_new_tokens(model, ids, greedy, part):
+    """Logprobs of one prompt, chunk by chunk, are those of one pass under the same changes."""
+    prompt = (ids[0] * 20)[:20]
+    positions = (0, 20) if part == "prompt" else (20, None)
+    changed = shared_expert(model, 0.0, positions=positions)
+    options = {"max_tokens": NEW, "ignore_eos": True, "prefill_chunk_size": 16}
+    result = qwen_jax.generate(model, None, prompt, intervention=changed, **options)
+    tokens = np.array([prompt + result.tokens], np.int32)
+    logprobs = [
+        np.asarray(jax.nn.log_softmax(model(tokens, intervention=each).logits, axis=-1))[0, 19:-1]
+        for each in (changed, None)
+    ]
+    there = np.arange(NEW), result.tokens
+    np.testing.assert_allclose(result.logprobs, logprobs[0][there], atol=1e-4)
+    without = np.abs(logprobs[1][there] - result.logprobs)
+    assert (without > 1e-3).any()
+
+
 def test_no_new_tokens_is_an_empty_result(model, tokenizer):
     results = qwen_jax.generate(model, tokenizer, TEXTS, max_tokens=0)
     for row, result in enumerate(results):
@@ -387,9 +432,3 @@ def test_a_prompt_without_order_is_refused(model, tokenizer, prompt):
 def test_impossible_lengths_are_refused(no_type_checks, model, lengths):
     with pytest.raises(RequestError, match="lengths"):
         model(np.ones((2, 3), np.int32), np.array(lengths))
-
-
-def test_what_is_no_model_is_refused(model, tokenizer, no_type_checks):
-    for wrong in ("demo", tokenizer, (model, tokenizer)):
-        with pytest.raises(RequestError, match=f"the model is of type {type(wrong).__name__}"):
-            qwen_jax.generate(wrong, tokenizer, "And")

@@ -197,6 +197,8 @@ def test_work_is_timed_beside_the_heuristics():
     ("arguments", "words"),
     [
         (("demo",), "kernels are tuned on a GPU, and JAX sees cpu"),
+        (("demo", "--recipe", "q9"), "there is no recipe 'q9'; accepted are q3, "),
+        (("demo", "--num-layers", "99"), "--num-layers"),
         (("demo", "--batch-size", "0"), "--batch-size is 0"),
         (("demo", "--batch-size", "2.5"), "--batch-size"),
         (("demo", "--num-layers", "0"), "--num-layers is 0"),

@@ -351,3 +351,35 @@ def test_traced_max_tokens_needs_a_capacity():
         jax.jit(lambda x, n: init_state(x, max_tokens=n))(jnp.zeros((2, 5)), 3)
     state = jax.jit(lambda x, n: init_state(x, max_tokens=n, capacity=4))(jnp.zeros((2, 5)), 3)
     assert state.max_tokens.tolist() == [3, 3] and state.tokens.shape == (2, 4)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["for all", "one a row"])
+def test_a_repetition_penalty_needs_the_prompt(stacked):
+    options = SamplingOptions(repetition_penalty=1.3)
+    given = SamplingParams.stack([GREEDY, options]) if stacked else options
+    with pytest.raises(RequestError, match="a repetition penalty needs in_prompt"):
+        init_state(jnp.zeros((2, 5)), max_tokens=2, sampling=given)
+    prompt = np.zeros((2, 5), np.bool_)
+    init_state(jnp.zeros((2, 5)), max_tokens=2, sampling=given, in_prompt=prompt)
+    plain = SamplingParams.stack([GREEDY] * 2)
+    init_state(jnp.zeros((2, 5)), max_tokens=2, sampling=plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_state_is_made_of_makes_another_one(tiny, prompts, compiled):
+    """The loop takes the state's arrays as a donation, not those of the caller."""
+    given = {
+        "max_tokens": jnp.full((4,), 9, jnp.int32),
+        "stop_ids": jnp.asarray([-1], jnp.int32),
+        "vocab_size": jnp.asarray(tiny.config.vocab_size, jnp.int32),
+        "sampling": SamplingParams.stack(SAMPLED),
+        "in_prompt": jnp.zeros((4, tiny.config.vocab_size), jnp.bool_),
+    }
+    make, found = (jit_start if compiled else init_state), []
+    for _ in range(2):
+        cache = init_cache(tiny.config, 4, MAX_LENGTH, block_size=BLOCK)
+        logits, cache = prefill_prompts(tiny, cache, prompts, chunk_size=16)
+        state, _ = loop(tiny, cache, make(logits, capacity=CAPACITY, **given))
+        found.append(outputs(state))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert found[0] == found[1]

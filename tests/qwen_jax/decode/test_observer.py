@@ -71,6 +71,17 @@ def test_the_ids_are_those_of_single_steps(tiny, observed):
     np.testing.assert_array_equal(observed.observer.steps, [n - 1 for n in LIMITS])
 
 
+def test_a_row_without_room_is_not_taken(tiny):
+    """Row 0 has room for 5 tokens behind its prompt, of the 8 that it would enter."""
+    cache = init_cache(tiny.config, 2, 8, block_size=8)
+    logits, cache = prefill_prompts(tiny, cache, PROMPTS, chunk_size=16)
+    state = init_state(logits, max_tokens=np.array(LIMITS, np.int32), observer=ledger(tiny))
+    state, cache = run_steps(tiny, cache, state, max_steps=jnp.int32(20))
+    assert cache.overflow.tolist() == [True, False]
+    assert state.count.tolist() == [6, LIMITS[1]]
+    assert state.observer.steps.tolist() == [5, LIMITS[1] - 1]
+
+
 def test_tokens_are_those_without_an_observer(tiny, observed):
     plain, _ = run_steps(tiny, *begin(tiny, None), max_steps=jnp.int32(20))
     for name in ("tokens", "logprobs", "count", "reason"):

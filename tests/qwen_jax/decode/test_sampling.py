@@ -210,6 +210,13 @@ def test_min_p_is_relative_to_the_likeliest(min_p, kept):
     assert np.count_nonzero(found) == kept
 
 
+def test_min_p_of_one_keeps_all_that_are_likeliest():
+    """As in transformers, which drops what is less likely, and nothing that is as likely."""
+    logits = np.array([[1.0, 3.0, 3.0, 0.0]], np.float32)
+    found = probabilities(logits, SamplingOptions(temperature=1.0, min_p=1.0))
+    assert np.flatnonzero(found).tolist() == [1, 2]
+
+
 def test_filters_never_keep_a_token_with_no_probability():
     logits = np.array([[0.0, -np.inf, 1.0, -np.inf]], np.float32)
     found = probabilities(logits, SamplingOptions(temperature=1.0, top_k=3, top_p=0.999))
@@ -254,6 +261,22 @@ def test_drawn_tokens_enter_the_history():
         state = jit_advance(state, logits, jnp.zeros((ROWS,), jnp.bool_), sample=sample)
     assert state.tokens[0, :5].tolist() == [0, 1, 0, 1, 0]
     assert state.occurrences[0, :3].tolist() == [3, 2, 0]
+
+
+def test_logprobs_of_drawn_tokens_are_the_models_own():
+    """Of temperature 1 without penalty and filter, over the ids that may be sampled."""
+    logits, prompt, output = random_rows(4)
+    options = [dataclasses.replace(each, seed=5) for each in OPTIONS]
+    state = dataclasses.replace(
+        state_for(options, prompt, output), vocab_size=jnp.int32(VOCABULARY - 3)
+    )
+    after = jit_advance(state, padded(logits), jnp.zeros((ROWS,), jnp.bool_), sample=sample)
+    known = logits[:, : VOCABULARY - 3].astype(np.float64)
+    own = known - np.log(np.exp(known).sum(-1, keepdims=True))
+    count = np.asarray(state.count)
+    for row, token in enumerate(np.asarray(after.last)):
+        assert after.tokens[row, count[row]] == token < VOCABULARY - 3
+        np.testing.assert_allclose(after.logprobs[row, count[row]], own[row, token], atol=1e-5)
 
 
 def test_a_row_draws_the_same_alone_and_in_any_batch():

@@ -178,6 +178,16 @@ def test_prompts_that_cannot_be_entered_are_refused(
     assert not cache.length.is_deleted()
 
 
+def test_prompts_may_fill_their_rows_and_the_pool(tiny):
+    cache = init_cache(tiny.config, 2, 9, block_size=3, num_blocks=5)
+    _, cache = prefill_prompts(tiny, cache, [[1] * 4, [2] * 4], chunk_size=16)
+    _, cache = prefill_prompts(tiny, cache, [[1] * 5, [2] * 2], chunk_size=16)
+    assert (cache.length.tolist(), int(cache.blocks.num_free)) == ([9, 6], 0)
+    assert not cache.overflow.any()
+    with pytest.raises(CacheFullError, match=r"prompt 0 has 1 tokens, .* room for 0"):
+        prefill_prompts(tiny, cache, [[1], [2]])
+
+
 @pytest.mark.parametrize(
     ("rows", "gigabytes", "size"),
     [(1, None, 512), (1, 141, 8192), (8, 141, 1024), (64, 141, 512), (1, 24, 2048), (4, 2, 512)],
