@@ -19,6 +19,7 @@ def read_calibration(
     *,
     window: int = 512,
     windows: int = 128,
+    chats: bool = False,
 ) -> np.ndarray:
     """Windows of tokens from files, spread evenly over all that the files hold.
 
@@ -30,13 +31,14 @@ def read_calibration(
         vocab_size: rows of the embedding.
         window: tokens of a window, T.
         windows: most windows to use; fewer where there is less text.
+        chats: whether a template was given for chats, of which there must be one then.
 
     Returns:
         int32 [N, T].
 
     Raises:
-        RequestError: what `read_documents` refuses; a tokenizer that is not the model's; or all
-            files together are shorter than one window.
+        RequestError: what `read_documents` refuses; a tokenizer that is not the model's; a template
+            for chats without any; or all files together are shorter than one window.
     """
     for name, value in (("window", window), ("windows", windows)):
         if value < 1:
@@ -50,6 +52,11 @@ def read_calibration(
     documents = [
         document for path in paths for document in read_documents(path, tokenizer, vocab_size)
     ]
+    if chats and not any(document.is_chat for document in documents):
+        raise RequestError(
+            f"a chat template is given, and {', '.join(map(str, paths))} holds no chat, so it has "
+            'no effect; give chats as lines {"messages": ...} of a .jsonl file, or no template'
+        )
     tokens = np.concatenate([*(document.tokens for document in documents), np.zeros(0, np.int32)])
     if len(tokens) < window:
         raise RequestError(

@@ -79,7 +79,9 @@ def prepare_calibration(
     """
     refuse_windows(windows, window, config.max_position_embeddings)
     tokenizer = _tokenizer(folder, chat_template)
-    tokens = read_calibration(files, tokenizer, config.vocab_size, window=window, windows=windows)
+    sizes: dict[str, Any] = {"window": window, "windows": windows}
+    chats = chat_template is not None
+    tokens = read_calibration(files, tokenizer, config.vocab_size, **sizes, chats=chats)
     beside = () if chat_template is None else (chat_template,)
     if fit_steps < 0 or (fit_steps and len(tokens) < 2):
         raise RequestError(

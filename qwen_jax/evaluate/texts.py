@@ -25,10 +25,12 @@ class Document:
     Attributes:
         name: where they come from, for messages.
         tokens: int32 [N].
+        is_chat: whether they went through a chat template.
     """
 
     name: str
     tokens: np.ndarray
+    is_chat: bool = False
 
 
 def read_documents(
@@ -66,7 +68,10 @@ def read_documents(
     if kind == ".npy":
         named = _rows(path, data)
     elif kind == ".jsonl":
-        named = _lines(path, _decode(path, data), tokenizer)
+        return tuple(
+            Document(name, _checked(name, ids, vocab_size), is_chat)
+            for name, ids, is_chat in _lines(path, _decode(path, data), tokenizer)
+        )
     else:
         named = iter([(str(path), _encode(str(path), _decode(path, data), tokenizer))])
     return tuple(Document(name, _checked(name, ids, vocab_size)) for name, ids in named)
@@ -113,7 +118,8 @@ def _rows(path: Path, data: bytes) -> Iterator[tuple[str, np.ndarray]]:
 
 def _lines(
     path: Path, text: str, tokenizer: Tokenizer | None
-) -> Iterator[tuple[str, Sequence[Any]]]:
+) -> Iterator[tuple[str, Sequence[Any], bool]]:
+    """Name, ids, and whether they were a chat."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -124,6 +130,7 @@ def _lines(
             raise RequestError(
                 f"{name} is not JSON ({error}); accepted is a value a line"
             ) from None
+        is_chat = isinstance(value, dict) and "messages" in value
         if isinstance(value, dict):
             value = _of_fields(name, value, tokenizer)
         if not isinstance(value, list):
@@ -131,7 +138,7 @@ def _lines(
                 f'{name} holds {value!r:.80}; accepted are a list of ids, {{"tokens": ids}}, '
                 '{"text": text} and {"messages": a chat}'
             )
-        yield name, value
+        yield name, value, is_chat
 
 
 def _of_fields(name: str, value: dict[str, Any], tokenizer: Tokenizer | None) -> Any:

@@ -78,3 +78,18 @@ def test_text_without_a_tokenizer_or_with_another_models_is_refused(tmp_path, to
         read_calibration([], tokenizer, 4096)
     with pytest.raises(RequestError, match="window is 0"):
         read_calibration([path], tokenizer, 4096, window=0)
+
+
+def test_a_template_without_chats_is_refused(tmp_path, tokenizer):
+    """It would have no effect, without a word."""
+    text, chats = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("Blessed are the meek.\n" * 4)
+    message = {"role": "user", "content": "Who is blessed?"}
+    chats.write_text(json.dumps({"messages": [message]}) + "\n")
+    with pytest.raises(RequestError, match="holds no chat, so it has no effect"):
+        read_calibration([text], tokenizer, 4096, window=4, chats=True)
+    with_template = Tokenizer(
+        tokenizer.backend, chat_templates={"default": "{{ messages[0].content }}"}
+    )
+    windows = read_calibration([text, chats], with_template, 4096, window=4, chats=True)
+    assert windows.shape[1] == 4
