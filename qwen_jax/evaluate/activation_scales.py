@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import RequestError
-from ..model import CausalLM, FlatModel, Routing, whole
+from ..model import CausalLM, FlatModel, Routing, check_model, whole
 from ..model.layers import Linear
 from ..model.moe import Experts
 from ..quant import ActivationFormat, fake_quantise
@@ -58,6 +58,7 @@ def activation_scales(
         RequestError: a format that needs no scales.
         FloatingPointError: NaN or infinite activations; names the path.
     """
+    check_model(model)
     if format.kind != "static":
         raise RequestError(
             f"activation kind is {format.kind!r}, which takes no scales; accepted is 'static'"

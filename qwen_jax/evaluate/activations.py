@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ..errors import RequestError
-from ..model import CausalLM, Routing
+from ..model import CausalLM, Routing, check_model
 from ..model.layers import Linear
 from ..model.moe import Experts
 from ..quant import RECIPES, ActivationFormat, QTensor, fake_quantise
@@ -46,6 +46,7 @@ def with_activations(
     Raises:
         RequestError: no scales for the static kind, or not those of this model.
     """
+    check_model(model)
     if (scales is None) != (format.kind == "dynamic"):
         raise RequestError(
             f"activations of kind {format.kind!r} "

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..decode.prompt import bucket
 from ..errors import RequestError
-from ..model import CausalLM, FlatModel
+from ..model import CausalLM, FlatModel, check_model
 from .perplexity import nll
 from .scores import padded, score_batch
 from .windows import Batch
@@ -65,6 +65,7 @@ def likelihoods(
         RequestError: an empty context or continuation, or one with more tokens than fit.
         FloatingPointError: NaN or infinite logits; names the request.
     """
+    check_model(model)
     for number, request in enumerate(requests):
         _check(number, request, max_model_len)
     order = sorted(range(len(requests)), key=lambda number: -_length(requests[number]))

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..errors import RequestError
-from ..model import CausalLM, FlatModel, whole
+from ..model import CausalLM, FlatModel, check_model, whole
 from .windows import Batch, Windows
 
 DEFAULT_BATCH_SIZE = 4
@@ -72,6 +72,7 @@ def score(
     Raises:
         RequestError: windows longer than the model's context, or a batch size below 1.
     """
+    check_model(model)
     limit = model.config.max_position_embeddings
     if windows.window > limit:
         raise RequestError(

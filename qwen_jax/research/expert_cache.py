@@ -18,7 +18,7 @@ from ..cache import Cache, init_cache
 from ..decode import DecodeState, StepOutput, decode_step
 from ..decode.prompt import check_ids
 from ..errors import RequestError
-from ..model import Capture, CausalLM, FlatModel, Intervention, whole
+from ..model import Capture, CausalLM, FlatModel, Intervention, check_model, whole
 from ..model.intervention import Ranged, sparse_layers
 from ..pytree import pytree
 from .cached_experts import distinct_experts, lru_hits
@@ -201,6 +201,7 @@ def measure(
             finite, resident experts or a window below 1, a model without MoE layers, or a bias
             where a router does not read it.
     """
+    check_model(model)
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise RequestError(f"tokens have shape {tokens.shape}; accepted is [B, T] with T from 2 on")

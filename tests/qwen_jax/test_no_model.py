@@ -12,9 +12,16 @@ import pytest
 import qwen_jax
 from qwen_jax import CausalLM, init_cache, init_state
 from qwen_jax.errors import RequestError
+from qwen_jax.evaluate import score
+from qwen_jax.evaluate.activation_scales import activation_scales
+from qwen_jax.evaluate.activations import with_activations
+from qwen_jax.evaluate.continuations import likelihoods
 from qwen_jax.model import FlatModel
-from qwen_jax.research import collect, trace_text
+from qwen_jax.research import collect, expert_cache, trace_text
+from qwen_jax.research.routers import replace_routers
 
+# Not looked at where the model is none.
+NOTHING: Any = None
 ONE, MANY = jnp.ones((1,), jnp.int32), jnp.ones((1, 3), jnp.int32)
 
 
@@ -36,6 +43,12 @@ CALLS = {
     "stream": stream,
     "trace_text": lambda model, _: trace_text(model, [[1]]),
     "collect": lambda model, _: collect(trace_text(model, [[1]])),
+    "score": lambda model, _: score(model, NOTHING),
+    "likelihoods": lambda model, _: likelihoods(model, [], batch_size=1, max_model_len=4),
+    "activation_scales": lambda model, _: activation_scales(model, NOTHING, NOTHING),
+    "with_activations": lambda model, _: with_activations(model, NOTHING),
+    "replace_routers": lambda model, _: replace_routers(model, lambda layer, gate: gate),
+    "measure": lambda model, _: expert_cache.measure(model, np.ones((1, 3), int), resident=1),
 }
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ...config import QwenConfig
 from ...errors import RequestError
-from ...model import CausalLM, Router, RouterContext, Routing
+from ...model import CausalLM, Router, RouterContext, Routing, check_model
 from ...model.intervention import sparse_layers
 from ...model.moe import SparseMoE
 from ...model.routing import TopKRouter, check_shapes, name_of
@@ -44,6 +44,7 @@ def replace_routers(model: CausalLM, make: Make, layers: tuple[int, ...] | None 
         RequestError: a model without MoE layers, another layer, or a router that `check_router`
             refuses.
     """
+    check_model(model)
     every = sparse_layers(model.config)
     layers = every if layers is None else layers
     copy = nnx.clone(model)
