@@ -16,11 +16,12 @@ from .decode import (
     start,
     stream,
 )
-from .decode.prompt import bucket, check_ids, check_whole
+from .decode.prompt import bucket, check_ids
 from .errors import RequestError
 from .model import CausalLM, FlatModel, Intervention, check_model
 from .text import Tokenizer, stop_token_ids
 from .transcript import GenerationResult, Transcript, join
+from .whole_number import check_whole
 
 DEFAULT_MAX_TOKENS = 256
 

@@ -1,7 +1,6 @@
 """The cache of a whole model: one block table, and one entry a layer."""
 
 import dataclasses
-from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 from ..config import QwenConfig
 from ..errors import RequestError
 from ..pytree import pytree
+from ..whole_number import check_whole
 from .blocks import (
     SCRATCH,
     BlockTable,
@@ -88,10 +88,7 @@ def init_cache(
         "num_blocks": num_blocks,
     }
     for name, size in sizes.items():
-        if not isinstance(size, Integral) or size < 1:
-            raise RequestError(
-                f"init_cache: {name} is {size}; accepted is a whole number from 1 on"
-            )
+        check_whole(f"init_cache: {name}", size, 1)
     pool = (num_blocks + 1, config.num_key_value_heads, block_size, config.head_dim)
 
     def layer(kind: str) -> LayerCache:

@@ -13,6 +13,7 @@ from ..cache import Cache
 from ..errors import CacheFullError, RequestError
 from ..memory import accelerator_memory
 from ..model import CausalLM, FlatModel, Intervention, check_model, whole
+from ..whole_number import check_whole
 from .step import StepOutput, prefill
 
 CHUNK_SIZE = 512
@@ -167,13 +168,6 @@ def _check_room(cache: Cache, new: np.ndarray) -> None:
             f"the prompts need {needed} blocks of {cache.block_size} tokens, but the pool has "
             f"{blocks.num_free} free; make the cache with a larger num_blocks or give fewer prompts"
         )
-
-
-def check_whole(name: str, value: Any, least: int) -> int:
-    """The value as a whole number, or `RequestError` that names it."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{name} is {value!r}; accepted is a whole number from {least} on")
-    return int(value)
 
 
 def check_ids(prompt: Sequence[Any], vocab_size: int, row: int) -> None:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import CheckpointError, RequestError
 from ..pytree import pytree
+from ..whole_number import is_whole
 
 if TYPE_CHECKING:
     from .state import DecodeState
@@ -93,12 +94,12 @@ class SamplingOptions:
         _check(self, "repetition_penalty", 0.0, math.inf, "a number above 0; 1 is off")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty is 0; accepted is a number above 0; 1 is off")
-        if not _is_int(self.top_k) or self.top_k < -1:
+        if not is_whole(self.top_k) or self.top_k < -1:
             raise RequestError(
                 f"top_k is {self.top_k!r}; accepted is a whole number from 1 on, or 0 or -1 for "
                 f"no limit"
             )
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed <= LARGEST_SEED):
+        if self.seed is not None and not (is_whole(self.seed) and 0 <= self.seed <= LARGEST_SEED):
             raise RequestError(
                 f"seed is {self.seed!r}; accepted is a whole number from 0 to {LARGEST_SEED}, or "
                 f"None"
@@ -152,10 +153,6 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}; accepted is a JSON object")
     return values
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check(options: SamplingOptions, name: str, low: float, high: float, accepted: str) -> None:

@@ -11,6 +11,7 @@ from ..errors import RequestError
 from ..generation import generate
 from ..model import CausalLM
 from ..text import Tokenizer
+from ..whole_number import check_whole
 from .continuations import Continuation, likelihoods, rolling
 
 DEFAULT_MAX_MODEL_LEN = 2048
@@ -65,8 +66,7 @@ class HarnessAdapter:
             raise RequestError(
                 f"max_model_len is {length}; accepted are 2 to {limit}, the model's context"
             )
-        if batch_size < 1:
-            raise RequestError(f"batch_size is {batch_size}; accepted is a whole number from 1 on")
+        check_whole("batch_size", batch_size, 1)
         ends = tokenizer.eos_token_ids or model.config.eos_token_id
         if not ends:
             raise RequestError(

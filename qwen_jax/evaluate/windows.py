@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..errors import RequestError
+from ..whole_number import check_whole
 from .texts import Document
 
 DEFAULT_WINDOW = 512
@@ -79,14 +80,11 @@ class Windows:
         max_windows: int | None = None,
     ) -> None:
         stride = window if stride is None else stride
-        if window < 2:
-            raise RequestError(f"window is {window}; accepted is a whole number from 2 on")
+        check_whole("window", window, 2)
         if not 1 <= stride <= window:
             raise RequestError(f"stride is {stride}; accepted are 1 to {window}, the window")
-        if max_windows is not None and max_windows < 1:
-            raise RequestError(
-                f"max_windows is {max_windows}; accepted is a whole number from 1 on"
-            )
+        if max_windows is not None:
+            check_whole("max_windows", max_windows, 1)
         _refuse_short(documents, window)
         self.documents = tuple(documents)
         self.window, self.stride = window, stride
@@ -132,8 +130,7 @@ class Windows:
         Raises:
             RequestError: a batch size below 1.
         """
-        if batch_size < 1:
-            raise RequestError(f"batch_size is {batch_size}; accepted is a whole number from 1 on")
+        check_whole("batch_size", batch_size, 1)
         for begin in range(0, len(self.spans), batch_size):
             yield self._batch(begin, batch_size)
 

@@ -13,11 +13,12 @@ from jaxtyping import Array, Int
 
 from ..cache import Cache, init_cache, release
 from ..decode import prefill
-from ..decode.prompt import check_ids, check_whole, default_chunk_size, pad
+from ..decode.prompt import check_ids, default_chunk_size, pad
 from ..errors import RequestError
 from ..memory import accelerator_memory
 from ..model import Capture, CausalLM, FlatModel, Routing, RoutingTrace, check_model, whole
 from ..model.intervention import sparse_layers
+from ..whole_number import check_whole
 from .counts import RoutingCounts
 from .trace import join_traces, trace_of
 

@@ -21,6 +21,7 @@ from ..errors import RequestError
 from ..model import Capture, CausalLM, FlatModel, Intervention, check_model, whole
 from ..model.intervention import Ranged, sparse_layers
 from ..pytree import pytree
+from ..whole_number import check_whole
 from .cached_experts import distinct_experts, lru_hits
 from .interventions import END, Model, add_bias, neutral
 
@@ -57,8 +58,7 @@ class ExpertHeat:
             RequestError: a window below 1, or a model without MoE layers.
         """
         config = model.config if isinstance(model, CausalLM) else model
-        if window < 1:
-            raise RequestError(f"window is {window}; accepted is a whole number from 1 on")
+        check_whole("window", window, 1)
         layers, experts = len(sparse_layers(config)), config.num_experts
         slots = config.num_experts_per_tok if slots is None else slots
         return cls(
@@ -207,8 +207,7 @@ def measure(
         raise RequestError(f"tokens have shape {tokens.shape}; accepted is [B, T] with T from 2 on")
     for row, sequence in enumerate(tokens.tolist()):
         check_ids(sequence, model.config.vocab_size, row)
-    if resident < 1:
-        raise RequestError(f"resident is {resident}; accepted is a whole number from 1 on")
+    check_whole("resident", resident, 1)
     heat = ExpertHeat.empty(model, len(tokens), window) if heat is None else heat
     bias = HeatBias.of(model, within, across)
     model.check_intervention(bias.at(heat), len(tokens))

@@ -15,11 +15,6 @@ LARGEST = 1e6
 """Of biases, factors and temperatures."""
 
 
-def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, Python's or numpy's; True and False are none."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def number_within(name: str, value: Any, least: float, most: float) -> float:
     """The value, if it is a number in a range.
 

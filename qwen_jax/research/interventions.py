@@ -25,7 +25,8 @@ from ..errors import RequestError
 from ..model import CausalLM, Intervention
 from ..model.intervention import NEUTRAL, Ranged, sparse_layers
 from ..model.routing import own_number
-from .intervention_checks import LARGEST, check, is_whole, number_within
+from ..whole_number import is_whole
+from .intervention_checks import LARGEST, check, number_within
 from .intervention_joins import combine, per_sequence
 
 __all__ = [

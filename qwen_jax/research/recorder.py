@@ -16,6 +16,7 @@ from ..model import Capture, RoutingTrace
 from ..model.intervention import sparse_layers
 from ..model.trace import stacked
 from ..pytree import pytree
+from ..whole_number import check_whole
 from .trace import fingerprint
 
 
@@ -74,8 +75,7 @@ class RoutingRecorder:
             raise RequestError(f'capture is {capture!r}; accepted are "ids" and "full"')
         slots = config.num_experts_per_tok if slots is None else slots
         for name, size in {"batch_size": batch_size, "steps": steps, "slots": slots}.items():
-            if size < 1:
-                raise RequestError(f"{name} is {size}; accepted is a whole number from 1 on")
+            check_whole(name, size, 1)
         layers, experts = sparse_layers(config), config.num_experts
         shape = (steps, len(layers), batch_size, slots)
         full = jnp.zeros((*shape[:3], experts), jnp.float32) if capture == "full" else None

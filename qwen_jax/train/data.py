@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from ..errors import RequestError
+from ..whole_number import check_whole
 from .batch import Batch
 
 
@@ -46,8 +47,7 @@ class Data:
 
     def __post_init__(self) -> None:
         for name in ("rows", "window"):
-            if (value := getattr(self, name)) < 1:
-                raise RequestError(f"{name} is {value}; accepted is a whole number from 1 on")
+            check_whole(name, getattr(self, name), 1)
         refuse_seed(self.seed)
         needed = 2 * self.window + 1
         if len(self.tokens) < needed:

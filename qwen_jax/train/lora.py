@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from ..errors import RequestError
 from ..quant import QTensor
+from ..whole_number import check_whole
 from .parameters import Parameters
 
 DOWN, UP = "lora_A", "lora_B"
@@ -42,8 +43,7 @@ class Lora:
     alpha: float = 16.0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise RequestError(f"rank is {self.rank}; accepted is a whole number from 1 on")
+        check_whole("rank", self.rank, 1)
         if not 0 < self.alpha < math.inf:
             raise RequestError(f"alpha is {self.alpha}; accepted is a number above 0")
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from ..errors import RequestError
 from ..model import CausalLM
 from ..pytree import pytree
+from ..whole_number import is_whole
 from .batch import Batch
 from .losses import Parts, token_log_losses
 
@@ -106,8 +107,7 @@ def rows_of(preferences: Sequence[Preference], window: int, vocab_size: int) -> 
 def _check_ids(number: int, preference: Preference, vocab_size: int) -> None:
     for part in ("prompt", "chosen", "rejected"):
         for place, value in enumerate(getattr(preference, part)):
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not whole or not 0 <= value < vocab_size:
+            if not is_whole(value) or not 0 <= value < vocab_size:
                 raise RequestError(
                     f"preference {number}, {part}, token {place} is {value!r}; accepted are ids "
                     f"from 0 to {vocab_size - 1}: encode it with the model's tokenizer"

@@ -18,6 +18,7 @@ from ..errors import RequestError
 from ..model import CausalLM
 from ..pytree import pytree
 from ..sharding import of_batch, of_parameters
+from ..whole_number import check_whole
 from .batch import Batch
 from .data import refuse_seed
 from .dropout import drop_experts
@@ -71,8 +72,7 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.parts < 1:
-            raise RequestError(f"parts is {self.parts}; accepted is a whole number from 1 on")
+        check_whole("parts", self.parts, 1)
         refuse_seed(self.seed)
 
 

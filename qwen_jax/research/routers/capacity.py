@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ...errors import RequestError
 from ...model import RouterContext, Routing
 from ...model.routing import TopKRouter
-from ..intervention_checks import is_whole
+from ...whole_number import check_whole
 from .choice import changed, largest, shared_out, softmax_of, sorted_routing
 
 Overflow = Literal["drop", "renormalise", "next"]
@@ -43,8 +43,7 @@ class CapacityRouter(nnx.Module):
     intervenes = True
 
     def __init__(self, inner: TopKRouter, capacity: int, *, overflow: Overflow = "drop"):
-        if not is_whole(capacity) or capacity < 1:
-            raise RequestError(f"capacity is {capacity!r}; accepted is a whole number from 1 on")
+        check_whole("capacity", capacity, 1)
         if overflow not in ("drop", "renormalise", "next"):
             raise RequestError(
                 f"overflow is {overflow!r}; accepted are 'drop', 'renormalise' and 'next'"

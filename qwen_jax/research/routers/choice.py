@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
 from ...model.layer_intervention import at_slots, in_order
+from ...whole_number import is_whole
 
 
 def products(x: Float[Array, "B T D"], weight: Float[Array, "E D"]) -> Float[Array, "B T E"]:
@@ -24,7 +24,7 @@ def checked_k(k: int, experts: int) -> int:
     Raises:
         RequestError: no whole number from 1 to E.
     """
-    if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
+    if not is_whole(k) or not 1 <= k <= experts:
         raise RequestError(
             f"k is {k!r}; accepted is a whole number from 1 to {experts}, the experts"
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int, UInt
 
 from ...errors import RequestError
 from ...model import RouterContext, Routing
+from ...whole_number import is_whole
 from .choice import checked_k
 
 
@@ -22,7 +22,7 @@ class HashRouter:
     """
 
     def __init__(self, experts: int, k: int, *, seed: int = 0):
-        if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        if not is_whole(seed) or not 0 <= seed < 2**32:
             raise RequestError(f"seed is {seed!r}; accepted is a whole number from 0 to 2^32 - 1")
         self.experts, self.k, self.seed = experts, checked_k(k, experts), int(seed)
 
