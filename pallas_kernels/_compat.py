@@ -101,6 +101,19 @@ def triton_refusals(target: Target) -> list[str]:
     return []
 
 
+def mosaic_refusals(target: Target) -> list[str]:
+    """Why no Mosaic GPU kernel runs on this device, or with this JAX; empty if they do."""
+    if target.platform != "gpu":
+        return [f"it needs a GPU, and the call is for {target.platform}"]
+    if target.capability != (9, 0):
+        return [
+            f"it needs an NVIDIA GPU of compute capability 9.0, and the call is for {target.kind}"
+        ]
+    if jax.__version_info__ < (0, 11):
+        return [f"it needs JAX 0.11 or later, and this is {jax.__version__}"]
+    return []
+
+
 def triton_call(
     kernel: Callable[..., None], *, num_warps: int, num_stages: int, **options: Any
 ) -> Callable[..., Any]:

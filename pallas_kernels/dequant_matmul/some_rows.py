@@ -22,7 +22,7 @@ from .config import SomeRows
 from .layout import UNIT
 from .operands import Shape, iota, load
 from .pieces import Piece, Share, launch
-from .turn import turned
+from .turn import Turn
 
 
 def products(
@@ -32,7 +32,7 @@ def products(
     splits, rows = configs[0].splits, configs[0].rows
     shapes = [piece.shape for piece in pieces]
     dtypes = [shape.dtype if splits == 1 else jnp.float32 for shape in shapes]
-    [(width, copies)] = {tile.order(p.shape) for p in pieces if p.coded} or {(UNIT, 1)}
+    [turn] = {tile.turn(p.shape) for p in pieces if p.coded} or {Turn(UNIT)}
 
     def body(shares: Sequence[Share], index: int, ids: Any, x_ref: Any, turned_ref: Any) -> None:
         [share] = shares
@@ -55,7 +55,7 @@ def products(
 
     results = launch(
         body,
-        (x, turned(x, configs[0].units, width, copies)),
+        (x, turn.turned(x, configs[0].units)),
         pieces,
         [config.outputs for config in configs],
         [

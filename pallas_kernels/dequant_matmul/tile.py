@@ -20,7 +20,7 @@ from .config import BLOCK_UNITS, SomeRows
 from .layout import UNIT
 from .operands import Shape, above_zero, iota, load, per_group
 from .pairs import values
-from .turn import THREADS, part_width
+from .turn import THREADS, Turn, part_width
 from .unit import stacked
 
 Inputs = Callable[[Any, int], Float[Array, "m i"]]
@@ -91,9 +91,9 @@ def copies(shape: Shape) -> int:
     return max(1, BLOCK_UNITS // shape.group_units) if shape.bits == 3 else 1
 
 
-def order(shape: Shape) -> tuple[int, int]:
-    """Width of parts and number of copies, see `turn.turned`."""
-    return part_width(shape.bits), copies(shape)
+def turn(shape: Shape) -> Turn:
+    """The order in which a matrix meets inputs."""
+    return Turn(part_width(shape.bits), copies(shape))
 
 
 def _numbers(

@@ -27,7 +27,7 @@ from .layout import UNIT
 from .pieces import Piece
 from .qtensor import QTensor
 from .specs import NUMBERS, RESULTS
-from .tile import order
+from .tile import turn
 
 
 def refusals(target: Target, x: Any, weights: Any, *, dtype: Any) -> list[str]:
@@ -113,13 +113,13 @@ def _key(pieces: Sequence[Piece]) -> str:
 def _launches(pieces: Sequence[Piece], configs: Sequence[Config]) -> list[list[int]]:
     """Which pieces are one launch: of few and of some rows, those whose programs are alike."""
     found: dict[Any, list[int]] = {}
-    orders = [order(piece.shape) for piece in pieces if piece.coded]
+    turns = [turn(piece.shape) for piece in pieces if piece.coded]
     for index, (piece, config) in enumerate(zip(pieces, configs, strict=True)):
         alike: Any = None, index
         if isinstance(config, FewRows):
             alike = config.num_warps, config.abreast and config.units
         elif isinstance(config, SomeRows):
-            mine = order(piece.shape) if piece.coded or not orders else orders[0]
+            mine = turn(piece.shape) if piece.coded or not turns else turns[0]
             alike = dataclasses.replace(config, outputs=0), mine
         found.setdefault(alike, []).append(index)
     return list(found.values())

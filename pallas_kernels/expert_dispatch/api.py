@@ -8,12 +8,13 @@ from jaxtyping import Array, Float, Int
 
 from ..dequant_matmul.qtensor import QTensor
 from ..dispatch import REFERENCE, Implementation, Operation
-from . import reference, triton
+from . import mosaic_gpu, reference, triton
 from .shared import SharedExpert
 
 OPERATION = Operation(
     "expert_dispatch",
     {
+        "mosaic_gpu": Implementation(mosaic_gpu.expert_dispatch, mosaic_gpu.refusals),
         "triton": Implementation(triton.expert_dispatch, triton.refusals),
         REFERENCE: Implementation(reference.expert_dispatch, reference.refusals),
     },
@@ -52,7 +53,8 @@ def expert_dispatch(
         inner_dtype: to which what the down projections read is rounded; x's if None. Tokens may be
             rounded to it as well, as tensor cores need it; the kernels read a single one as it is.
         dtype: of the result; x's if None.
-        implementation: "triton", "reference", or None for the first that takes the call.
+        implementation: "mosaic_gpu", "triton", "reference", or None for the first that takes the
+            call.
 
     Returns:
         The weighted sum, accumulated in float32 and rounded once. With more than 64 tokens, the

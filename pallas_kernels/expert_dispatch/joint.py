@@ -18,7 +18,7 @@ from ..dequant_matmul.config import SomeRows
 from ..dequant_matmul.layout import UNIT
 from ..dequant_matmul.operands import Shape, iota, load
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.turn import column_of, copy_of, place_of
+from ..dequant_matmul.turn import Turn
 from .matrix import Coded, arrays_of, matrix_of
 
 
@@ -44,9 +44,9 @@ class Joint:
         return cls(dataclasses.replace(matrix.shape, outputs=outputs), cut, arrays_of(weight))
 
     @property
-    def order(self) -> tuple[int, int]:
-        """See `tile.order`."""
-        return tile.order(self.shape)
+    def turn(self) -> Turn:
+        """The order in which it meets inputs."""
+        return tile.turn(self.shape)
 
     @property
     def tiles(self) -> int:
@@ -62,11 +62,15 @@ class Joint:
         """Numbers of consecutive rows, tile by tile; the last ones may be past the end."""
         return tile * self.cut.rows + jax.lax.iota(jnp.int32, self.cut.rows)
 
-    def struct_of(self, count: int) -> jax.ShapeDtypeStruct:
-        """What holds so many inputs of this matrix, in its order."""
+    @property
+    def columns(self) -> int:
+        """Inputs of a row, with zeros up to a multiple of an iteration's."""
         width = self.cut.units * UNIT
-        columns = pl.cdiv(self.shape.inputs, width) * width
-        return jax.ShapeDtypeStruct((self.order[1] * count, columns), jnp.bfloat16)
+        return pl.cdiv(self.shape.inputs, width) * width
+
+    def struct_of(self, count: int) -> jax.ShapeDtypeStruct:
+        """What holds so many rows of inputs of this matrix, in its order."""
+        return jax.ShapeDtypeStruct((self.turn.copies * count, self.columns), jnp.bfloat16)
 
     def inputs(self, ref: Any, mine: Int[Array, " R"], slots: int) -> tile.Inputs:
         """How inputs of slots are read.
@@ -102,17 +106,17 @@ class Joint:
             first: input.
             made: inputs of slots.
         """
-        part, copies = self.order
+        turn, copies = self.turn, self.turn.copies
         slots, column = ref.shape[0] // copies, first + iota(made.shape, 0)
         slot = jnp.broadcast_to(mine[None, :], made.shape)
         mask = (slot < slots) & (column < self.shape.inputs)
         for copy in range(copies):
             own = made
             if copies > 1:
-                own = jnp.where(copy_of(column, part, copies) == copy, made, 0)
+                own = jnp.where(turn.copy_of(column) == copy, made, 0)
             # What is masked must not be at the place of another copy.
             row = jnp.where(mask, copy * slots + slot, ref.shape[0])
-            plt.store(ref.at[row, place_of(column, part)], own, mask=mask)
+            plt.store(ref.at[row, turn.place_of(column)], own, mask=mask)
 
     def store_plainly(
         self, ref: Any, mine: Int[Array, " R"], first: Any, y: Float[Array, "o R"]
@@ -138,13 +142,13 @@ class Joint:
     def _gathered(
         self, ref: Any, mine: Any, slots: int, unit: Any, width: int
     ) -> Float[Array, "gm i"]:
-        part, copies = self.order
+        turn, copies = self.turn, self.turn.copies
         rows, size = ref.shape[0] // copies, (copies * mine.shape[0], width)
         slot = jnp.broadcast_to(mine[None, :, None], (copies, mine.shape[0], width)).reshape(size)
         place = unit * UNIT + iota(size, 1)
         mask = slot < slots * rows
         if ref.shape[1] != self.shape.inputs:
-            mask = mask & (column_of(place, part) < self.shape.inputs)
+            mask = mask & (turn.column_of(place) < self.shape.inputs)
         copy = jax.lax.div(iota(size, 0), mine.shape[0])
         return load(ref, copy * rows + jax.lax.div(slot, slots), place, mask=mask)
 

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
 from ..dequant_matmul.operands import load
-from ..dequant_matmul.turn import column_of, copy_of
-from .joint import Joint
+from ..dequant_matmul.turn import Turn
 
 # A program is one warp: its threads need not wait for others, and find a least number in one
 # instruction. Columns are eight a thread, 16 bytes of bfloat16; every order stays within them.
@@ -34,7 +33,7 @@ class Order(NamedTuple):
         experts: of each slot that is the first of a row; -1 of all others.
         slots: of each slot, itself and those behind it of its expert; S where there are no more,
             and for all of an empty slot.
-        inputs: for each reader, tokens in its order; see `Joint.struct_of`.
+        inputs: tokens in each order that is wanted.
     """
 
     experts: Int[Array, " S"]
@@ -43,7 +42,11 @@ class Order(NamedTuple):
 
 
 def ordered(
-    x: Float[Array, "M D"], ids: Int[Array, "M A"], experts: int, readers: Sequence[Joint]
+    x: Float[Array, "M D"],
+    ids: Int[Array, "M A"],
+    experts: int,
+    rows: int,
+    wanted: Sequence[tuple[Turn, int]],
 ) -> Order:
     """Table and inputs of a call.
 
@@ -51,13 +54,17 @@ def ordered(
         x: tokens.
         ids: experts of slots.
         experts: E; slots with other ids are empty, and in no row.
-        readers: what reads tokens; the first one is the routed experts', whose `cut.rows` is R.
+        rows: R.
+        wanted: orders of tokens, and how many columns, with zeros behind the last input.
     """
-    flat, tokens, rows = ids.reshape(-1), x.shape[0], readers[0].cut.rows
-    orders = [(reader.order, reader.struct_of(tokens)) for reader in readers]
+    flat, tokens = ids.reshape(-1), x.shape[0]
     # Those that read alike read the same.
-    different = list(dict.fromkeys(orders))
-    parts, structs = zip(*different, strict=True)
+    different = list(dict.fromkeys(wanted))
+    turns = [turn for turn, _ in different]
+    structs = [
+        jax.ShapeDtypeStruct((turn.copies * tokens, columns), jnp.bfloat16)
+        for turn, columns in different
+    ]
 
     def kernel(ids_ref: Any, x_ref: Any, *outs: Any) -> None:
         program = pl.program_id(0)
@@ -68,7 +75,7 @@ def ordered(
 
         @pl.when(program >= flat.size)
         def _() -> None:
-            _write_columns(x_ref, program - flat.size, parts, outs[2:])
+            _write_columns(x_ref, program - flat.size, turns, outs[2:])
 
     firsts, slots, *inputs = triton_call(
         kernel,
@@ -82,7 +89,7 @@ def ordered(
             *structs,
         ],
     )(flat, x)
-    return Order(firsts, slots, [inputs[different.index(order)] for order in orders])
+    return Order(firsts, slots, [inputs[different.index(each)] for each in wanted])
 
 
 def _write_row(ids_ref: Any, slot: Any, experts: int, experts_ref: Any, slots_ref: Any) -> None:
@@ -116,15 +123,13 @@ def _write_row(ids_ref: Any, slot: Any, experts: int, experts_ref: Any, slots_re
     plt.store(slots_ref.at[jnp.full((rows,), slot, jnp.int32), places], row)
 
 
-def _write_columns(
-    x_ref: Any, index: Any, orders: Sequence[tuple[int, int]], refs: Sequence[Any]
-) -> None:
+def _write_columns(x_ref: Any, index: Any, turns: Sequence[Turn], refs: Sequence[Any]) -> None:
     """Some columns of a token in each order, of all copies.
 
     Args:
         x_ref: tokens.
         index: program, of those that write columns.
-        orders: width of parts and number of copies of each; see `turn.turned`.
+        turns: orders.
         refs: of each, all tokens in it.
     """
     (tokens, inputs), programs = x_ref.shape, _programs(refs)
@@ -135,17 +140,17 @@ def _write_columns(
         return first + column < count if count < programs * COLUMNS else None
 
     # All before the first is written, behind which others would wait.
-    columns = [column_of(place, width) for width, _ in orders]
+    columns = [turn.column_of(place) for turn in turns]
     values = [
         load(x_ref, row, first + column, mask=inside(column, inputs)).astype(jnp.bfloat16)
         for column in columns
     ]
-    for (width, copies), ref, column, own in zip(orders, refs, columns, values, strict=True):
+    for turn, ref, column, own in zip(turns, refs, columns, values, strict=True):
         mask = inside(place, ref.shape[1])
-        for copy in range(copies):
+        for copy in range(turn.copies):
             part = own
-            if copies > 1:
-                part = jnp.where(copy_of(column, width, copies) == copy, own, 0)
+            if turn.copies > 1:
+                part = jnp.where(turn.copy_of(column) == copy, own, 0)
             plt.store(ref.at[copy * tokens + row, first + place], part, mask=mask)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class SharedExpert:
         return reasons
 
 
-def _stored(weight: Float[Array, "O I"] | QTensor) -> tuple[object, ...]:
+def _stored(weight: Any) -> tuple[object, ...]:
     if isinstance(weight, QTensor):
         return weight.bits, weight.group_size, weight.zero is None
     return (weight.dtype,)

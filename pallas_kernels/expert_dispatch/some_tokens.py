@@ -8,7 +8,7 @@ is added to by two programs: what slots make lies by slot, and a last launch sum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,12 @@ from jaxtyping import Array, Float, Int
 from .._compat import triton_call
 from ..dequant_matmul.config import SomeRows
 from ..dequant_matmul.qtensor import QTensor
-from . import combine, gates
+from . import combine, shared_tokens
 from .config import SomeTokens
 from .joint import Joint, row_of
 from .order import Order, ordered
 from .shared import SharedExpert
+from .shared_tokens import Cuts, SharedDown, SharedGates, silu
 
 
 def some_tokens(
@@ -40,10 +41,11 @@ def some_tokens(
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`; all matrices are in codes, `inner_dtype` is bfloat16."""
     experts = down_proj.shape[0]
-    readers = [_gates(gate_up_proj, config)]
+    joint = _gates(gate_up_proj, config)
+    wanted = [(joint.turn, joint.columns)]
     if shared is not None:
-        readers.append(_own(shared, config)[0])
-    order = ordered(x, ids, experts, readers)
+        wanted.append(shared_tokens.wanted(shared, _cuts(config)))
+    order = ordered(x, ids, experts, config.gate_up.rows, wanted)
     made, *own = gated(x, order, ids.shape[1], gate_up_proj, down_proj, shared, config)
     y, *beside = down(made, own, order, down_proj, shared, config)
     return combine.summed(y, ids, weights, experts, dtype, beside[0] if beside else None, residual)
@@ -73,54 +75,24 @@ def gated(
         [copies * S, F and more], whose columns behind F hold anything; and, of the shared expert,
         the same [copies * M, Fs and more] and its strengths [M, 1].
     """
-    tokens, joint = x.shape[0], _gates(weight, config)
+    joint, rows = _gates(weight, config), order.experts.size
     behind = Joint.of(below, below.shape[1], config.down)
-    rows = order.experts.size
-    arrays = [order.inputs[0], order.experts, order.slots, *joint.arrays]
-    count, shapes = len(arrays), [behind.struct_of(rows)]
-    first_routed = of_tokens = end = 0
-    gate = last = joint
+    own = None
     if shared is not None:
-        gate, up, last = _own(shared, config)
-        of_tokens = pl.cdiv(tokens, gate.cut.rows) * gate.tiles
-        arrays += [order.inputs[1], *gate.arrays, *up.arrays]
-        end = len(arrays)
-        arrays += [x, shared.gate, *([] if shared.logit is None else [shared.logit])]
-        shapes += [last.struct_of(tokens), jax.ShapeDtypeStruct((tokens, 1), jnp.float32)]
-        first_routed = of_tokens + tokens
+        warps = config.gate_up.num_warps
+        own = SharedGates(x, order.inputs[1], shared, _cuts(config), warps)
 
-    def kernel(*refs: Any) -> None:
-        program = pl.program_id(0)
-        ins, outs = refs[: len(arrays)], refs[len(arrays) :]
+    def routed(ins: Sequence[Any], out_ref: Any, index: Any) -> None:
+        _gates_of_row(joint, behind, slots, ins, out_ref, index)
 
-        @pl.when(program >= first_routed)
-        def _() -> None:
-            _gates_of_row(joint, behind, slots, ins[:count], outs[0], program - first_routed)
-
-        if not of_tokens:
-            return
-
-        @pl.when(program < of_tokens)
-        def _() -> None:
-            _gates_of_tokens(gate, last, ins[count:end], outs[1], program)
-
-        @pl.when((program >= of_tokens) & (program < first_routed))
-        def _() -> None:
-            token = program - of_tokens
-            tokens_ref, gate_ref, *given = ins[end:]
-            given_ref = given[0] if given else None
-            warps = config.gate_up.num_warps
-            outs[2][token, 0] = gates.strength(tokens_ref, token, gate_ref, given_ref, warps)
-
-    return tuple(
-        triton_call(
-            kernel,
-            num_warps=config.gate_up.num_warps,
-            num_stages=config.gate_up.num_stages,
-            name="expert_dispatch_gate_up",
-            grid=(first_routed + rows * joint.tiles,),
-            out_shape=shapes,
-        )(*arrays)
+    return _launched(
+        routed,
+        [order.inputs[0], order.experts, order.slots, *joint.arrays],
+        behind.struct_of(rows),
+        rows * joint.tiles,
+        own,
+        config.gate_up,
+        "expert_dispatch_gate_up",
     )
 
 
@@ -147,41 +119,69 @@ def down(
     """
     rows, width = order.experts.size, weight.shape[1]
     joint = Joint.of(weight, width, config.down)
-    arrays = [made, order.experts, order.slots, *joint.arrays]
-    count, shapes = len(arrays), [jax.ShapeDtypeStruct((rows, width), jnp.float32)]
-    last, of_tokens = joint, 0
+    beside = None
     if shared is not None:
-        last = _own(shared, config)[2]
         own_made, strength = own
-        tokens = strength.shape[0]
-        of_tokens = pl.cdiv(tokens, last.cut.rows) * last.tiles
-        arrays += [own_made, *last.arrays, strength]
-        shapes.append(jax.ShapeDtypeStruct((tokens, width), jnp.float32))
+        beside = SharedDown(own_made, strength, shared, config.shared_down)
+
+    def routed(ins: Sequence[Any], out_ref: Any, index: Any) -> None:
+        _outputs_of_row(joint, ins, out_ref, index)
+
+    return _launched(
+        routed,
+        [made, order.experts, order.slots, *joint.arrays],
+        jax.ShapeDtypeStruct((rows, width), jnp.float32),
+        rows * joint.tiles,
+        beside,
+        config.down,
+        "expert_dispatch_down",
+    )
+
+
+def _launched(
+    routed: Callable[[Sequence[Any], Any, Any], None],
+    arrays: list[Array],
+    shape: jax.ShapeDtypeStruct,
+    programs: int,
+    beside: SharedGates | SharedDown | None,
+    cut: SomeRows,
+    name: str,
+) -> tuple[Array, ...]:
+    """A launch of the shared expert's programs, if there are some, and behind them the others.
+
+    Args:
+        routed: a program of a routed expert; takes arrays, the result, and its number.
+        arrays: that it reads.
+        shape: of its result.
+        programs: of routed experts.
+        beside: the shared expert's.
+        cut: of which warps and stages are those of all.
+        name: of the launch.
+    """
+    count, shapes, first, more = len(arrays), [shape], 0, []
+    if beside is not None:
+        shapes, first, more = [shape, *beside.shapes], beside.programs, beside.arrays
 
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
-        ins, outs = refs[: len(arrays)], refs[len(arrays) :]
+        ins, outs = refs[: count + len(more)], refs[count + len(more) :]
 
-        @pl.when(program >= of_tokens)
+        @pl.when(program >= first)
         def _() -> None:
-            _outputs_of_row(joint, ins[:count], outs[0], program - of_tokens)
+            routed(ins[:count], outs[0], program - first)
 
-        if not of_tokens:
-            return
-
-        @pl.when(program < of_tokens)
-        def _() -> None:
-            _outputs_of_tokens(last, ins[count:], outs[1], program)
+        if beside is not None:
+            beside.run(program, ins[count:], outs[1:])
 
     return tuple(
         triton_call(
             kernel,
-            num_warps=config.down.num_warps,
-            num_stages=config.down.num_stages,
-            name="expert_dispatch_down",
-            grid=(of_tokens + rows * joint.tiles,),
+            num_warps=cut.num_warps,
+            num_stages=cut.num_stages,
+            name=name,
+            grid=(first + programs,),
             out_shape=shapes,
-        )(*arrays)
+        )(*arrays, *more)
     )
 
 
@@ -209,20 +209,7 @@ def _gates_of_row(
         inputs = joint.inputs(x_ref, mine, slots)
         start = expert * (2 * hidden)
         matrices = [(of_experts, start), (of_experts, start + hidden)]
-        behind.store(out_ref, mine, first, _silu(joint.products(matrices, first, inputs)))
-
-
-def _gates_of_tokens(
-    gate: Joint, last: Joint, ins: Sequence[Any], out_ref: Any, index: Any
-) -> None:
-    """Gates of the shared expert, of some tokens; see `_gates_of_row`."""
-    x_ref, *of_both = ins
-    tile, first = gate.place(index)
-    mine = gate.rows_of(tile)
-    half = len(of_both) // 2
-    matrices = [(of_both[:half], 0), (of_both[half:], 0)]
-    made = gate.products(matrices, first, gate.inputs(x_ref, mine, 1))
-    last.store(out_ref, mine, first, _silu(made))
+        behind.store(out_ref, mine, first, silu(joint.products(matrices, first, inputs)))
 
 
 def _outputs_of_row(joint: Joint, ins: Sequence[Any], out_ref: Any, index: Any) -> None:
@@ -239,30 +226,10 @@ def _outputs_of_row(joint: Joint, ins: Sequence[Any], out_ref: Any, index: Any) 
         joint.store_plainly(out_ref, mine, first, y)
 
 
-def _outputs_of_tokens(last: Joint, ins: Sequence[Any], out_ref: Any, index: Any) -> None:
-    """The shared expert's down projections of some tokens, times their strengths."""
-    made_ref, *of_own, strength_ref = ins
-    tile, first = last.place(index)
-    mine = last.rows_of(tile)
-    [y] = last.products([(of_own, 0)], first, last.inputs(made_ref, mine, 1))
-    last.store_plainly(out_ref, mine, first, y * last.of_rows(strength_ref, mine))
-
-
 def _gates(weight: QTensor, config: SomeTokens) -> Joint:
     """Gates and the rows above of all experts; as many outputs as there are gates."""
     return Joint.of(weight, weight.shape[1] // 2, config.gate_up)
 
 
-def _own(shared: SharedExpert, config: SomeTokens) -> tuple[Joint, Joint, Joint]:
-    """The shared expert's gate, up and down projections, which are in codes."""
-
-    def joint(weight: Any, cut: SomeRows) -> Joint:
-        return Joint.of(weight, weight.shape[0], cut)
-
-    gate, up = (joint(weight, config.shared) for weight in (shared.gate_proj, shared.up_proj))
-    return gate, up, joint(shared.down_proj, config.shared_down)
-
-
-def _silu(products: list[Float[Array, "o m"]]) -> Float[Array, "o m"]:
-    gate, up = products
-    return (gate * jax.lax.logistic(gate) * up).astype(jnp.bfloat16)
+def _cuts(config: SomeTokens) -> Cuts:
+    return Cuts(config.shared, config.shared_down)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -107,13 +108,28 @@ def oracle_of_down(made: list[np.ndarray], ids: np.ndarray, wide: tuple[Any, ...
 
 
 def check_whole(spec: Spec, config: FewTokens | SomeTokens, *, given: bool = True) -> None:
-    """Both launches together; `given`: also with strengths of the shared expert that are given."""
-    arrays, wide = drawn(spec)
+    """See `check_call`."""
     run = functools.partial(triton.expert_dispatch, config=config, **spec.settings())
+    check_call(spec, run, given=given)
+
+
+def check_call(spec: Spec, run: Callable[..., Any], *, given: bool = True, repeat: int = 0) -> None:
+    """All launches together.
+
+    Args:
+        spec: of the call.
+        run: takes its arrays.
+        given: also with strengths of the shared expert that are given.
+        repeat: so many further runs must give the same bits.
+    """
+    arrays, wide = drawn(spec)
     numbers = np.asarray(arrays[1])
     made = oracle_of_gated(numbers, wide)
     wanted = oracle_of_down(made, numbers, wide)
-    assert norm_error(jax.jit(run)(*arrays), wanted) < WHOLE[spec.inner]
+    result = jax.jit(run)(*arrays)
+    assert norm_error(result, wanted) < WHOLE[spec.inner]
+    for _ in range(repeat):
+        np.testing.assert_array_equal(jax.jit(run)(*arrays), result)
     if arrays[-1] is None or not given:
         return
     # The first token leaves the shared expert out, the second has a strength given.

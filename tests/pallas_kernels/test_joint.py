@@ -48,7 +48,7 @@ def test_inputs_of_a_matrix_are_written_once_in_each_copy(monkeypatch, each):
     monkeypatch.setattr(
         joint.plt, "store", lambda at, _, mask=None: written.append(touched(at, mask))
     )
-    ref, copies = Rows(*each.struct_of(SLOTS).shape), each.order[1]
+    ref, copies = Rows(*each.struct_of(SLOTS).shape), each.turn.copies
     for first in range(0, INPUTS, 32):
         each.store(ref, MINE, first, jnp.zeros((32, 4), jnp.bfloat16))
     rows, counts = np.unique(np.concatenate(written) // ref.shape[1], return_counts=True)

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.dequant_matmul.config import SomeRows
 from pallas_kernels.dequant_matmul.qtensor import QTensor
+from pallas_kernels.dequant_matmul.turn import Turn
 from pallas_kernels.expert_dispatch import order
 from pallas_kernels.expert_dispatch.joint import Joint
 from pallas_kernels.expert_dispatch.order import ordered
@@ -29,6 +30,11 @@ def reader(width: int, bits: int, group_size: int, rows: int, blocks: int = 1) -
     weight = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), weight)
     assert isinstance(weight, QTensor)
     return Joint.of(weight, 8, SomeRows(rows, 16, blocks=blocks))
+
+
+def wanted_by(readers: list[Joint]) -> tuple[int, list[tuple[Turn, int]]]:
+    """Slots of a row, and the orders of tokens."""
+    return readers[0].cut.rows, [(each.turn, each.columns) for each in readers]
 
 
 def table(ids: np.ndarray, experts: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +74,7 @@ def check(ids: np.ndarray, width: int, dtype: str, readers: list[Joint]) -> None
     """All that the launch makes; nothing of it is rounded but tokens."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((ids.shape[0], width)), dtype)
-    run = jax.jit(lambda x, ids: ordered(x, ids, EXPERTS, readers))
+    run = jax.jit(lambda x, ids: ordered(x, ids, EXPERTS, *wanted_by(readers)))
     found = run(x, jnp.asarray(ids, jnp.int32))
     firsts, slots = table(ids, EXPERTS, readers[0].cut.rows)
     np.testing.assert_array_equal(found.experts, firsts)
@@ -131,7 +137,7 @@ def test_order_on_a_gpu(name):
 def test_those_that_read_alike_share_an_array():
     readers = [reader(330, *each) for each in (EIGHT, (4, 128, 16, 1), THREE)]
     with interpreted():
-        found = ordered(jnp.ones((2, 330)), jnp.zeros((2, 1), jnp.int32), 1, readers)
+        found = ordered(jnp.ones((2, 330)), jnp.zeros((2, 1), jnp.int32), 1, *wanted_by(readers))
     first, second, third = found.inputs
     assert first is second
     assert third is not first
@@ -141,7 +147,8 @@ def test_those_that_read_alike_share_an_array():
 def test_lowers_for_cuda(name):
     ids, width, dtype, readers = CASES[name]
     joints = [reader(width, *each) for each in readers]
-    run = functools.partial(ordered, experts=EXPERTS, readers=joints)
+    rows, wanted = wanted_by(joints)
+    run = functools.partial(ordered, experts=EXPERTS, rows=rows, wanted=wanted)
     struct = jax.ShapeDtypeStruct
     arguments = struct((ids.shape[0], width), dtype), struct(ids.shape, jnp.int32)
     assert lower_for_cuda(run, *arguments).count("xla.gpu.triton") == 1
@@ -159,7 +166,7 @@ def test_every_column_is_written_once_and_none_past_the_end(monkeypatch, width):
     readers = [reader(width, 3, 64, 4), reader(width, 8, 64, 8, 4)]
     refs = [Rows(*each.struct_of(3).shape) for each in readers]
     for index in range(3 * order._programs(refs)):
-        order._write_columns(Rows(3, width), index, [each.order for each in readers], refs)
+        order._write_columns(Rows(3, width), index, [each.turn for each in readers], refs)
     for ref in refs:
         places = np.sort(np.concatenate(written[ref]))
         np.testing.assert_array_equal(places, np.arange(np.prod(ref.shape)))

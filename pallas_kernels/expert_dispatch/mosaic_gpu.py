@@ -1,0 +1,104 @@
+"""The Mosaic GPU implementation, of tokens that share experts: what it takes, and its launches.
+
+A launch makes the table of slots and brings tokens into order; two stream the routed experts' codes
+(see `stream`); the shared expert's two are of the Triton implementation; and the last one sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._compat import Target, current_target, mosaic_refusals
+from ..dequant_matmul import pairs_assembly
+from ..dequant_matmul.config import SomeRows
+from ..dequant_matmul.qtensor import QTensor
+from . import combine, shared_tokens, stream_launch, triton
+from .config import FEW_TOKENS
+from .order import ordered
+from .shared import SharedExpert
+from .stream import GROUP_SIZES, ROWS, TURN, streams
+
+# On an H200, ... to be measured
+LEAST_TOKENS = 16
+SHARED = shared_tokens.Cuts(SomeRows(8), SomeRows(8))
+
+
+def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
+    """Why it does not take a call; see `dispatch.Implementation`."""
+    reasons = mosaic_refusals(target)
+    x, ids, _, gate_up_proj, down_proj, *rest = arrays
+    if not LEAST_TOKENS <= x.shape[0] <= FEW_TOKENS:
+        reasons.append(
+            f"x has {x.shape[0]} tokens; it is for {LEAST_TOKENS} to {FEW_TOKENS}, which share "
+            "experts"
+        )
+    if str(settings["inner_dtype"]) != "bfloat16":
+        reasons.append(f"inner_dtype is {settings['inner_dtype']}, not bfloat16")
+    shared = rest[0] if rest else None
+    if shared is not None and not all(
+        isinstance(weight, QTensor)
+        for weight in (shared.gate_proj, shared.up_proj, shared.down_proj)
+    ):
+        reasons.append("the shared expert is not in codes")
+    stacks = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    odd = [reason for name, stack in stacks.items() for reason in _oddities(name, stack)]
+    if not odd:
+        memory = target.shared_memory
+        both = streams(gate_up_proj, down_proj, ids, memory)
+        odd = [
+            f"{name}: {reason}"
+            for name, stream in zip(stacks, both, strict=True)
+            for reason in stream.oddities(memory)
+        ]
+    # What means nothing, or is too large, is for all kernels.
+    return reasons + odd or triton.refusals(target, *arrays, **settings)
+
+
+def _oddities(name: str, stack: Any) -> list[str]:
+    """What of a stack's format it does not take."""
+    if not isinstance(stack, QTensor):
+        return [f"{name} is not in codes"]
+    reasons = []
+    if stack.bits not in pairs_assembly.BITS:
+        reasons.append(f"{name} has codes of {stack.bits} bits, not {pairs_assembly.BITS}")
+    if stack.group_size not in GROUP_SIZES:
+        reasons.append(f"{name} has groups of {stack.group_size}, not {GROUP_SIZES}")
+    if stack.zero is not None:
+        reasons.append(f"{name} has zero points")
+    if str(stack.scale.dtype) != "bfloat16":
+        reasons.append(f"{name}.scale is {stack.scale.dtype}, not bfloat16")
+    return reasons
+
+
+def expert_dispatch(
+    x: Float[Array, "M D"],
+    ids: Int[Array, "M A"],
+    weights: Float[Array, "M A"],
+    gate_up_proj: QTensor,
+    down_proj: QTensor,
+    shared: SharedExpert | None = None,
+    residual: Float[Array, "M D"] | None = None,
+    *,
+    inner_dtype: Any,
+    dtype: Any,
+) -> Float[Array, "M D"]:
+    """See `api.expert_dispatch`."""
+    assert jnp.dtype(inner_dtype) == jnp.bfloat16
+    target, experts = current_target(), down_proj.shape[0]
+    wanted = [(TURN, x.shape[1])]
+    if shared is not None:
+        wanted.append(shared_tokens.wanted(shared, SHARED))
+    order = ordered(x, ids, experts, ROWS, wanted)
+    gates, outputs = streams(gate_up_proj, down_proj, ids, target.shared_memory)
+    table = order.experts, order.slots
+    made = stream_launch.products(
+        gates, order.inputs[0], *table, gate_up_proj, target, "expert_dispatch_gate_up"
+    )
+    y = stream_launch.products(outputs, made, *table, down_proj, target, "expert_dispatch_down")
+    beside = None
+    if shared is not None:
+        beside = shared_tokens.alone(x, order.inputs[1], shared, SHARED)
+    return combine.summed(y, ids, weights, experts, dtype, beside, residual)
