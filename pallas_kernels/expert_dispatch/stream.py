@@ -157,10 +157,13 @@ class Stream:
 
     def stages(self, memory: int) -> int:
         """How many tiles fit into so many bytes of shared memory."""
-        lists = 4 * (self.slots + 1) + 16 * _MOST_STAGES
+        lists = 4 * (self.slots + 1) + 8 * (2 * _MOST_STAGES + 2)
         # Each piece of memory begins at a multiple of 1,024.
         others = 2 * ROWS * self.token + self.sums + self.zeros + lists + 7 * 1024
-        return min(_MOST_STAGES, self.tiles, (memory - others) // (self.codes + self.scales))
+        fitting = (memory - others) // (self.codes + self.scales)
+        # A row's inputs lie where those of the second row before it did, and what is asked for
+        # ahead must not go back so far.
+        return min(_MOST_STAGES, self.tiles - 1, fitting)
 
     def oddities(self, memory: int) -> list[str]:
         """Why these sizes cannot be streamed; empty if they can."""

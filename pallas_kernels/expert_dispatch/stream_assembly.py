@@ -30,12 +30,14 @@ def setup(stream: Stream, stages: int) -> str:
     the address of the experts of rows, and shared addresses of list, barriers and zeros.
     """
     a = Assembly()
+    # XLA may launch this one while the launch before is under way.
+    a.do("griddepcontrol.wait")
     thread = a.b32("mov.u32", "%tid.x")
     first = a.holds("eq.u32", thread, 0)
-    for stage in range(stages):
-        warps = stream.consumers // stream.cut.groups // 32
-        for place, count in ((stage, 1), (stages + stage, warps)):
-            a.do("mbarrier.init.shared.b64", f"[$2+{8 * place}]", count, when=first)
+    warps = stream.cut.bands * stream.cut.parts
+    for place in range(barriers(stages)):
+        count = warps if stages <= place < 2 * stages else 1
+        a.do("mbarrier.init.shared.b64", f"[$2+{8 * place}]", count, when=first)
     a.do("fence.mbarrier_init.release.cluster", when=first)
     mine = a.b32("mad.lo.u32", thread, 4, "$3")
     for start in range(0, stream.zeros // 4, stream.threads):
@@ -46,6 +48,11 @@ def setup(stream: Stream, stages: int) -> str:
     a.label("READY")
     a.do("bar.sync", ALL_THREADS, stream.threads)
     return str(a)
+
+
+def barriers(stages: int) -> int:
+    """How many: for each stage that it is full, then that it is empty; and of two rows' inputs."""
+    return 2 * stages + 2
 
 
 def _list_rows(a: Assembly, slots: int) -> None:

@@ -13,7 +13,7 @@ from .._compat import Target
 from ..dequant_matmul.qtensor import QTensor
 from ..mosaic import Inside, bytes_of
 from .stream import ROWS, Stream
-from .stream_assembly import multiply, setup
+from .stream_assembly import barriers, multiply, setup
 
 # Waits until a barrier's phase of a parity is over.
 _WAIT = """{
@@ -89,7 +89,7 @@ class _Plan:
             bytes_of(stream.sums),
             bytes_of(4 * (stream.slots + 1)),
             bytes_of(stream.zeros),
-            bytes_of(2 * 8 * stages),
+            bytes_of(8 * barriers(stages)),
         ]
         # Tiles of gates come with those of the rows above: first row, how many, and where to.
         half = stream.rows // 2
@@ -125,12 +125,8 @@ class _Plan:
         full, empty = item.barriers(bars)
         row = inside.row_address(slots, item.row, 4 * ROWS)
         mine = inside.assembly("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", row, results=ROWS)
-        # Inputs of a row's first item here serve the others.
-        needed = [inside.both(item.fresh, inside.less(slot, stream.slots)) for slot in mine]
-        inside.assembly(_WAIT, empty, inside.sum(1, inside.product(-1, item.parity)))
-        tokens = inside.sum(*map(inside.one_if, needed))
-        size = inside.sum(stream.codes + stream.scales, inside.product(tokens, stream.token))
-        inside.assembly(_EXPECT, full, size)
+        inside.assembly(_WAIT, empty, item.before)
+        inside.assembly(_EXPECT, full, inside.number(stream.codes + stream.scales))
         base = inside.sum(inside.product(item.expert, self.rows), item.first)
         for first, count, to in self.pieces:
             rows = inside.sum(base, first), count
@@ -144,19 +140,29 @@ class _Plan:
             )
             source = inside.row_address(scales, rows[0], each)
             inside.assembly(_COPY, there, source, inside.number(count * each), full)
-        for index, (slot, condition) in enumerate(zip(mine, needed, strict=True)):
-            with inside.when(condition):
-                token, _ = inside.divided(slot, stream.slots_of_token)
-                there = inside.sum(item.inputs(x_here), index * stream.token)
-                source = inside.row_address(x, token, stream.token)
-                inside.assembly(_COPY, there, source, inside.number(stream.token), full)
+        # Inputs of a row's first item here serve the others.
+        with inside.when(item.fresh):
+            filled = [inside.less(slot, stream.slots) for slot in mine]
+            tokens = inside.sum(*map(inside.one_if, filled))
+            come = item.inputs_barrier(bars)
+            inside.assembly(_EXPECT, come, inside.product(tokens, stream.token))
+            for index, (slot, condition) in enumerate(zip(mine, filled, strict=True)):
+                with inside.when(condition):
+                    token, _ = inside.divided(slot, stream.slots_of_token)
+                    there = inside.sum(item.inputs(x_here), index * stream.token)
+                    source = inside.row_address(x, token, stream.token)
+                    inside.assembly(_COPY, there, source, inside.number(stream.token), come)
 
     def _multiply(self, inside: Inside, item: _Item, slots: Any, out: Any, shared: Any) -> None:
         """An item, as soon as all of it has come."""
         stream = self.stream
         codes_here, scales_here, x_here, sums, _, zeros, bars = shared
         full, empty = item.barriers(bars)
+        # A barrier tells the last phase from the one before it, and no more: another group may not
+        # yet have had what was in the stage before.
+        inside.assembly(_WAIT, empty, item.before)
         inside.assembly(_WAIT, full, item.parity)
+        inside.assembly(_WAIT, item.inputs_barrier(bars), item.inputs_parity)
         # Others may still read those of the item before.
         _, turn = inside.divided(item.index, 2 * stream.cut.groups)
         inside.assembly(
@@ -202,8 +208,8 @@ class _Items:
         expert, row = inside.divided(both, 1 << 16)
         first_place, _ = inside.divided(self.begin, tiles)
         fresh = inside.either(inside.less(tile, 1), inside.less(index, 1))
-        before = inside.sum(place, inside.product(first_place, -1))
-        return _Item(inside, self._plan, index, row, expert, tile, fresh, before)
+        ordinal = inside.sum(place, inside.product(first_place, -1))
+        return _Item(inside, self._plan, index, row, expert, tile, fresh, ordinal)
 
 
 class _Item:
@@ -216,7 +222,9 @@ class _Item:
         first: output.
         fresh: whether it is the program's first one of its row.
         stage: where it lies in shared memory.
-        parity: of the stage's barriers.
+        parity: of the stage's barriers, once it is full.
+        before: their parity for what was in the stage before.
+        inputs_parity: of the barrier of the row's inputs.
     """
 
     def __init__(
@@ -228,19 +236,26 @@ class _Item:
         expert: Any,
         tile: Any,
         fresh: Any,
-        before: Any,
+        ordinal: Any,
     ):
         self._inside, self._plan = inside, plan
         self.index, self.row, self.expert, self.fresh = index, row, expert, fresh
         self.first = inside.product(tile, plan.stream.tile)
         turn, self.stage = inside.divided(index, plan.stages)
         _, self.parity = inside.divided(turn, 2)
-        _, self._side = inside.divided(before, 2)
+        self.before = inside.sum(1, inside.product(-1, self.parity))
+        inputs_turn, self._side = inside.divided(ordinal, 2)
+        _, self.inputs_parity = inside.divided(inputs_turn, 2)
 
     def barriers(self, bars: Any) -> tuple[Any, Any]:
         """Shared addresses of those that say that the stage is full, and empty."""
         full = self._inside.shared_address(bars, self._inside.product(self.stage, 8))
         return full, self._inside.sum(full, 8 * self._plan.stages)
+
+    def inputs_barrier(self, bars: Any) -> Any:
+        """Shared address of the one that says that the row's inputs are there."""
+        behind = 2 * 8 * self._plan.stages
+        return self._inside.shared_address(bars, behind, self._inside.product(self._side, 8))
 
     def inputs(self, x_here: Any) -> Any:
         """Shared address of the row's inputs."""
