@@ -88,10 +88,7 @@ def expert_dispatch(
     """See `api.expert_dispatch`."""
     assert jnp.dtype(inner_dtype) == jnp.bfloat16
     target, experts = current_target(), down_proj.shape[0]
-    wanted = [(TURN, x.shape[1])]
-    if shared is not None:
-        wanted.append(shared_tokens.wanted(shared, SHARED))
-    order = ordered(x, ids, experts, ROWS, wanted)
+    order = ordered(x, ids, experts, ROWS, [(TURN, x.shape[1])])
     gates, outputs = streams(gate_up_proj, down_proj, ids, target.shared_memory)
     table = order.experts, order.slots
     made = stream_launch.products(
@@ -100,5 +97,5 @@ def expert_dispatch(
     y = stream_launch.products(outputs, made, *table, down_proj, target, "expert_dispatch_down")
     beside = None
     if shared is not None:
-        beside = shared_tokens.alone(x, order.inputs[1], shared, SHARED)
+        beside = shared_tokens.alone(x, shared, SHARED)
     return combine.summed(y, ids, weights, experts, dtype, beside, residual)

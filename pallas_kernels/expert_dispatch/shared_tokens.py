@@ -120,17 +120,16 @@ def wanted(shared: SharedExpert, cuts: Cuts) -> tuple[Turn, int]:
     return gate.turn, gate.columns
 
 
-def alone(
-    x: Float[Array, "M D"], tokens: Float[Array, "_CM _D"], shared: SharedExpert, cuts: Cuts
-) -> Float[Array, "M D"]:
-    """What it adds to each token, in float32, by two launches of its own.
+def alone(x: Float[Array, "M D"], shared: SharedExpert, cuts: Cuts) -> Float[Array, "M D"]:
+    """What it adds to each token, in float32, by launches of its own: none waits for the router.
 
     Args:
         x: tokens.
-        tokens: the same in the order of `wanted`.
         shared: all its projections are in codes.
         cuts: see there.
     """
+    gate = _joint(shared.gate_proj, cuts.gates)
+    tokens = gate.turn.turned(x.astype(jnp.bfloat16), gate.cut.units)
     first = SharedGates(x, tokens, shared, cuts, cuts.gates.num_warps)
     made, strength = _launch(first, cuts.gates, "expert_dispatch_shared_gates")
     second = SharedDown(made, strength, shared, cuts.down)

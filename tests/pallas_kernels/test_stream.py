@@ -18,7 +18,7 @@ from pallas_kernels.expert_dispatch.api import OPERATION
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 from pallas_kernels.expert_dispatch.stream import TURN, streams
 from pallas_kernels.testing import norm_error
-from tests.pallas_kernels.expert_calls import check_call, small
+from tests.pallas_kernels.expert_calls import WHOLE, check_call, small
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU kernels are written for JAX 0.11 and later"
@@ -101,13 +101,16 @@ def test_what_gates_write_is_what_down_projections_read():
 @needs_mosaic
 @pytest.mark.parametrize("name", ["32 tokens", *CALLS])
 def test_streams_lower_for_cuda(name):
-    """Two launches of it among those of Triton; nothing is left for launches of XLA."""
+    """Two launches of it among those of Triton; XLA brings tokens in order for a shared expert."""
     spec = CALLS.get(name) or SPECS[name]
     run = functools.partial(OPERATION, implementation=None, **spec.settings())
     text = lower_for_cuda(run, *spec.arguments())
     assert text.count("mosaic_gpu_v2") == 2
     assert text.count("xla.gpu.triton") == (4 if spec.shared_hidden else 2)
-    assert set(re.findall(r"stablehlo\.(\w+)", text)) == {"custom_call", "reshape"}
+    allowed = {"custom_call", "reshape"}
+    if spec.shared_hidden:
+        allowed |= {"constant", "convert", "pad", "transpose"}
+    assert set(re.findall(r"stablehlo\.(\w+)", text)) <= allowed
 
 
 @pytest.mark.gpu
@@ -133,20 +136,20 @@ def test_many_items_on_a_gpu(tokens):
         results = []
         for index, mine in enumerate(ids):
             _, _, *others = sets[index % len(sets)]
-            settings = spec.settings() | {"dtype": jnp.dtype("float32")}
+            settings = spec.settings()
+            if implementation == "reference":
+                settings["inner_dtype"] = jnp.dtype("float32")
             y = OPERATION(x, mine, *others, implementation=implementation, **settings)
             results.append(y)
             x = x + (0 * y).astype(x.dtype)
         return results
 
-    streamed, wanted = (
-        jax.jit(functools.partial(run, name))(sets[0][0], ids, sets)
-        for name in ("mosaic_gpu", "reference")
-    )
-    for found, each in zip(streamed, wanted, strict=True):
-        # The reference multiplies weights that are rounded to bfloat16.
-        assert norm_error(found, np.asarray(each, np.float64)) < 5e-3
     again = jax.jit(functools.partial(run, "mosaic_gpu"))
+    streamed = again(sets[0][0], ids, sets)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(run, "reference"))(sets[0][0], ids, sets)
+    for found, each in zip(streamed, wanted, strict=True):
+        assert norm_error(found, np.asarray(each, np.float64)) < WHOLE["bfloat16"]
     for _ in range(50):
         for found, each in zip(again(sets[0][0], ids, sets), streamed, strict=True):
             np.testing.assert_array_equal(found, each)
