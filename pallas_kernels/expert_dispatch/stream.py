@@ -46,7 +46,7 @@ class Cut:
 
 
 # Those behind the first are for larger codes. On an H200, of 32 tokens of qwen3.6-35b-a3b: 42 us
-# and 25 us. One group of all warps takes 46 and 25, four 45 and 27; half as many bands 47 and 25.
+# and 25 us alone. One group of all warps takes 48 and 27, four 45 and 27; half the bands 47 and 25.
 GATES = Cut(4, 2, 2, 1), Cut(2, 4, 2, 1)
 OUTPUTS = Cut(8, 1, 2, 2), Cut(4, 1, 4, 2)
 

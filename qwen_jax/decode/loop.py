@@ -24,10 +24,12 @@ STEPS_BETWEEN_LOOKS = 16
 
 LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
-    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 """For `jax.jit(..., compiler_options=LOOP_OPTIONS)` around a decode loop: on an NVIDIA GPU the loop
-is one CUDA graph, whose predicate the device reads itself; by default XLA asks the host each step.
+is one CUDA graph, whose predicate the device reads itself, and in which launches wait for those
+alone whose results they read; by default XLA asks the host each step, and lets each wait for all.
 Elsewhere it changes nothing. JAX takes such options for the outermost jit alone."""
 
 
