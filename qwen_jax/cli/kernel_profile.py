@@ -60,16 +60,19 @@ def split(
         passes: of the model in a step.
 
     Returns:
-        `groups`: seconds by part; those of launches at the same time count twice. `gaps`: the
-        step's seconds without those, when nothing ran. `launches`: of a step. `kernels`: the
-        longest, with group, launches a step, median and seconds a step.
+        `groups`: seconds by part; launches at the same time share it. `gaps`: the step's seconds
+        without those, when nothing ran. `launches`: of a step. `kernels`: the longest, with group,
+        launches a step, seconds a step, which they share likewise, and the median of how long one
+        ran.
     """
     totals: dict[str, float] = {group: 0.0 for group in GROUPS}
-    kernels: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for event, group in zip(events, groups_of(events, steps * passes), strict=True):
-        totals[group] += event.duration * 1e-9
-        kernels[event.name, group].append(event.duration * 1e-9)
-    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:MOST_KERNELS]
+    kernels: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    of_events = events, groups_of(events, steps * passes), _shares(events)
+    for event, group, share in zip(*of_events, strict=True):
+        totals[group] += share * 1e-9
+        kernels[event.name, group].append((share * 1e-9, event.duration * 1e-9))
+    times = {each: tuple(zip(*pairs, strict=True)) for each, pairs in kernels.items()}
+    longest = sorted(times.items(), key=lambda item: -sum(item[1][0]))[:MOST_KERNELS]
     groups = {group: total / steps for group, total in totals.items()}
     return {
         "seconds": seconds,
@@ -80,10 +83,27 @@ def split(
             {
                 "name": name,
                 "group": group,
-                "launches": len(each) / steps,
-                "median": statistics.median(each),
-                "seconds": sum(each) / steps,
+                "launches": len(durations) / steps,
+                "median": statistics.median(durations),
+                "seconds": sum(shares) / steps,
             }
-            for (name, group), each in longest
+            for (name, group), (shares, durations) in longest
         ],
     }
+
+
+def _shares(events: Sequence[Event]) -> list[float]:
+    """How long each launch ran, the time that it shares with others divided by how many ran."""
+    some = [(event, index) for index, event in enumerate(events) if event.duration > 0]
+    ends = [(event.start + event.duration, False, index) for event, index in some]
+    begins = [(event.start, True, index) for event, index in some]
+    shares, running, before = [0.0] * len(events), set[int](), 0.0
+    for time, begun, index in sorted(ends + begins):
+        for each in running:
+            shares[each] += (time - before) / len(running)
+        before = time
+        if begun:
+            running.add(index)
+        else:
+            running.discard(index)
+    return shares

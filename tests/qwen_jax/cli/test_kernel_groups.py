@@ -107,6 +107,22 @@ def test_a_prompt_in_chunks_has_a_head_each():
     assert part["launches"] == 3 * len(STEP)
 
 
+def test_launches_at_the_same_time_share_it():
+    names = ("router_parts", "expert_dispatch_down", "rms_norm", "router_top_k", "rms_norm__1")
+    times = ((0, 6), (2, 2), (3, 5), (10, 0), (11, 1))
+    # 0-2 router; 2-3 with experts; 3-4 with norm too; 4-6 router and norm; 6-8 norm; 11-12 norm.
+    router, experts, norm = 2 + 1 / 2 + 1 / 3 + 1, 1 / 2 + 1 / 3, 1 / 3 + 1 + 2 + 1
+    found = [Event(name, *map(float, time)) for name, time in zip(names, times, strict=True)]
+    part = split(found, 1, 12e-9)
+    assert part["groups"][ROUTER] == pytest.approx(router * 1e-9)
+    assert part["groups"][EXPERTS] == pytest.approx(experts * 1e-9)
+    assert part["groups"][NORMS] == pytest.approx(norm * 1e-9)
+    assert part["gaps"] == pytest.approx(3e-9)
+    [longest] = [each for each in part["kernels"] if each["name"] == "router_parts"]
+    assert longest["median"] == pytest.approx(6e-9)
+    assert longest["seconds"] == pytest.approx(router * 1e-9)
+
+
 def test_without_launches_all_is_gaps():
     part = split([], 4, 1.0)
     assert part["gaps"] == 1.0 and part["kernels"] == []
