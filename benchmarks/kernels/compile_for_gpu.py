@@ -16,6 +16,7 @@ multiprocessor. Exits with 1 if something does not compile.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -44,6 +45,7 @@ OPERATIONS = (
     "router",
 )
 
+KERNELS = ("triton", "mosaic_gpu")
 # Label, function, and shapes and dtypes of its arguments.
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
@@ -57,7 +59,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as dump:
         _set_environment(Path(dump))
-        selected = list(cases(args.only))
+        selected = list(cases(args.only, DEVICES[args.device]))
         if not selected:
             parser.error(f"no case has {args.only!r} in its name")
         assembler = _assembler()
@@ -72,26 +74,29 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def cases(only: str) -> Iterator[Case]:
-    """Name, function and arguments of each case whose name holds `only`."""
+def cases(only: str, device: Device) -> Iterator[Case]:
+    """Name, function and arguments of each case whose name holds `only`, by all our kernels."""
     for operation in OPERATIONS:
         run = importlib.import_module(f"pallas_kernels.{operation}.api").OPERATION
         specs = importlib.import_module(f"pallas_kernels.{operation}.specs").SPECS
         for name, spec in specs.items():
-            label = f"{operation}: {name}"
-            if only not in label:
-                continue
-
-            def call(*arrays: Any, run=run, spec=spec) -> Any:
-                return run(*arrays, implementation="triton", **spec.settings())
-
-            yield label, call, spec.arguments()
+            arguments, settings = spec.arguments(), spec.settings()
+            for backend in KERNELS:
+                label = f"{operation}: {name}" + ("" if backend == KERNELS[0] else f", {backend}")
+                taken = functools.partial(run.choose, implementation=backend, target=device.target)
+                # What Triton does not take is an error, when it is compiled.
+                if only not in label or (
+                    backend != KERNELS[0] and taken(*arguments, **settings).chosen is None
+                ):
+                    continue
+                yield label, functools.partial(run, implementation=backend, **settings), arguments
 
 
 def _set_environment(dump: Path) -> None:
     """What XLA reads on import."""
     flags = f"--xla_dump_to={dump} --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    os.environ["MOSAIC_GPU_DUMP_PTX"], os.environ["MOSAIC_GPU_DUMP_TO"] = "1", str(dump)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -167,12 +172,13 @@ def _kernels(files: list[Path], device: Device, assembler: Path) -> Iterator[dic
             launch = re.search(
                 rf"{name} +grid: \[([\d, ]+)\] +threads: \[(\d+).*shared_memory: (\d+)", launches
             )
-            if launch is None:
+            grid, threads, shared = launch.groups() if launch else _of_mosaic(path, device)
+            if threads is None:
                 continue
             own = report[report.index(f"for {name}\n") :]
             registers = int(re.findall(r"Used (\d+) registers", own)[0])
             spills = sum(map(int, re.findall(r"(\d+) bytes spill", own)[:2]))
-            grid, threads, shared = launch[1], int(launch[2]), int(launch[3])
+            threads, shared = int(threads), int(shared)
             yield {
                 "kernel": name,
                 "grid": grid.replace(", ", "x"),
@@ -182,6 +188,16 @@ def _kernels(files: list[Path], device: Device, assembler: Path) -> Iterator[dic
                 "spills": spills,
                 "programs": device.resident(registers, shared, threads),
             }
+
+
+def _of_mosaic(path: Path, device: Device) -> tuple[Any, Any, Any]:
+    """Grid, threads and shared memory of a kernel that XLA does not know; None if it is none."""
+    resources = path.with_suffix(".resources.txt")
+    if not resources.exists():
+        return None, None, None
+    threads = re.findall(r"\.maxntid (\d+)", path.read_text())[0]
+    shared = re.findall(r"smem_scratch_bytes=(\d+)", resources.read_text())[0]
+    return str(device.target.cores), threads, shared
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@
 Each case of `specs.SPECS` of up to 64 tokens is compared with float64 and the exact numbers that
 codes stand for. Its only rounding is that of what lies between, to bfloat16; tokens are numbers
 that bfloat16 has. It must give the same bits when run again. Then it is timed; cases in bfloat16
-beside XLA's way. The experts of consecutive calls are others of one stack, and the shared expert is
-one of sixteen, so that more than 200 MB lie between two readings of the same. "of copy" is the
-share of the bandwidth of a 4 GiB copy that the bytes of a call make, those of different experts.
-With `--sweep`, other ways to cut the work are timed too, of fewer cases. Without `--output`, the
-JSON goes into the folder that $OUT names, if it names one. Exits with 1 if a case is wrong.
+beside XLA's way, and those that another implementation takes beside Triton's. The experts of
+consecutive calls are others of one stack, and the shared expert is one of sixteen, so that more
+than 200 MB lie between two readings of the same. "of copy" is the share of the bandwidth of a 4 GiB
+copy that the bytes of a call make, those of different experts. With `--sweep`, other ways to cut
+the work are timed too, of fewer cases. Without `--output`, the JSON goes into the folder that $OUT
+names, if it names one. Exits with 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SWEPT = ("1 token", "8 tokens", "32 tokens", "1 token, bf16")
 def check(spec: Spec, given: Arrays, ids: jax.Array) -> dict[str, Any]:
     """The errors, and whether they and the repeated bits are as they must be."""
     arrays = (given[0], ids, *given[2:])
-    run = functools.partial(api.OPERATION, implementation="triton", **spec.settings())
+    run = functools.partial(api.OPERATION, implementation=taken_by(spec), **spec.settings())
     y, again = run(*arrays), run(*arrays)
     rows = jnp.arange(0, spec.tokens, max(1, spec.tokens // CHECKED_TOKENS))
     some = *(each[rows] for each in arrays[:3]), *arrays[3:]
@@ -62,6 +63,13 @@ def check(spec: Spec, given: Arrays, ids: jax.Array) -> dict[str, Any]:
         error = error_of(y[rows], formula_of_down(formula_of_gated(some), some))
     repeats = bool(jnp.array_equal(y, again))
     return {"error": error, "bar": BAR, "repeats": repeats, "right": repeats and error <= BAR}
+
+
+def taken_by(spec: Spec) -> str:
+    """The implementation that calls of a case get here."""
+    choice = api.OPERATION.choose(*spec.arguments(), implementation=None, **spec.settings())
+    assert choice.chosen is not None
+    return choice.chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Calls:
 
     @property
     def config(self) -> Config:
-        """Which the kernels take."""
+        """Which the Triton implementation takes."""
         ids, _, up, below, shared = self.inputs[0]
         inner = self.spec.settings()["inner_dtype"]
         return triton.chosen(self.x, ids, up, below, shared, inner)
@@ -123,11 +131,15 @@ class Calls:
 
 
 def timed(calls: Calls, copy: float) -> dict[str, Any]:
-    """Times, for numbers those of XLA too."""
-    row: dict[str, Any] = {"seconds": calls.of("triton").seconds()}
+    """Times: of numbers those of XLA too, and those of Triton where calls get something else."""
+    name = taken_by(calls.spec)
+    row: dict[str, Any] = {"implementation": name, "seconds": calls.of(name).seconds()}
     if calls.spec.bits >= 16:
         row["xla_seconds"] = calls.of("reference", XLA_CALLS).seconds()
-    row["config"] = described(calls.config)
+    if name == "triton":
+        row["config"] = described(calls.config)
+    else:
+        row["triton_seconds"] = calls.of("triton").seconds()
     return row | {"of_copy": calls.nbytes / row["seconds"] / copy}
 
 
@@ -178,13 +190,16 @@ def main() -> int:
 
 
 def _print_table(figures: dict[str, dict[str, Any]]) -> None:
-    names = ("error", "us", "of copy", "XLA us")
+    names = ("error", "us", "of copy", "others")
     print(f"\n{'case':30} " + " ".join(f"{name:>8}" for name in names))
     for name, row in figures.items():
         cells = [f"{name:30} {row['error']:8.1e}", f"{row['seconds'] * 1e6:8.2f}"]
         cells.append(f"{row['of_copy']:8.1%}")
-        if "xla_seconds" in row:
-            cells.append(f"{row['xla_seconds'] * 1e6:8.1f}")
+        cells += [
+            f"{row[f'{name}_seconds'] * 1e6:8.1f} ({name})"
+            for name in ("xla", "triton")
+            if f"{name}_seconds" in row
+        ]
         print(" ".join(cells) + ("" if row["right"] else "  WRONG"))
         for other in row.get("sweep", []):
             print(f"    {other['seconds'] * 1e6:8.2f} us  {other['config']}")
