@@ -28,8 +28,9 @@ class Inside:
 
     def __init__(self, context: Any):
         import jax.experimental.mosaic.gpu as mosaic
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+        from jax.extend.mlir import ir
+        from jax.extend.mlir.dialects import arith, scf
+        from jaxlib.mlir.dialects import gpu, llvm
 
         self.context, self._mosaic = context, mosaic
         self._ir, self._arith, self._llvm, self._scf = ir, arith, llvm, scf
