@@ -28,6 +28,13 @@ class Cuts(NamedTuple):
 class SharedGates:
     """Silu(gate) * up of all tokens, as the down projections read it, and tokens' strengths.
 
+    Args:
+        x: tokens.
+        tokens: the same in the order of `wanted`.
+        shared: the expert.
+        cuts: how the work is cut.
+        num_warps: of a program.
+
     Attributes:
         arrays: what programs read.
         shapes: of what they write: [copies * M, Fs and more], and float32 [M, 1].
@@ -43,7 +50,6 @@ class SharedGates:
         cuts: Cuts,
         num_warps: int,
     ):
-        """Args: tokens; the same in the order of `wanted`; the expert; cuts; warps a program."""
         self._gate, up = (
             _joint(weight, cuts.gates) for weight in (shared.gate_proj, shared.up_proj)
         )
@@ -81,6 +87,12 @@ class SharedGates:
 class SharedDown:
     """Down projections of all tokens, times their strengths.
 
+    Args:
+        made: by `SharedGates`.
+        strength: likewise.
+        shared: the expert.
+        cut: how the work is cut.
+
     Attributes:
         arrays: see `SharedGates`.
         shapes: float32 [M, D].
@@ -94,7 +106,6 @@ class SharedDown:
         shared: SharedExpert,
         cut: SomeRows,
     ):
-        """Args: what `SharedGates` makes; the expert; how the work is cut."""
         self._joint, tokens = _joint(shared.down_proj, cut), strength.shape[0]
         self.arrays = [made, *self._joint.arrays, strength]
         self.shapes = [jax.ShapeDtypeStruct((tokens, shared.down_proj.shape[0]), jnp.float32)]
