@@ -1,0 +1,71 @@
+"""Memory as threads see it that run instruction by instruction: see `ptx`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+class Memory:
+    """Bytes at consecutive addresses, of which only those can be read that something was put in.
+
+    Args:
+        begin: first address.
+        size: so many bytes.
+    """
+
+    def __init__(self, begin: int, size: int):
+        self._begin, self._bytes = begin, np.zeros(size, np.uint8)
+        self._filled, self._stored = np.zeros(size, bool), np.zeros(size, bool)
+
+    def put(self, address: int, data: np.ndarray) -> None:
+        """What lies there before threads begin."""
+        piece = self._piece(address, data.nbytes)
+        self._bytes[piece], self._filled[piece] = data.reshape(-1).view(np.uint8), True
+
+    def drop(self, address: int, size: int) -> None:
+        """What may change from now on."""
+        self._filled[self._piece(address, size)] = False
+
+    def publish(self) -> None:
+        """Lets what threads stored be read."""
+        self._filled |= self._stored
+        self._stored[:] = False
+
+    def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Some bytes at each address: uint8 [T size]."""
+        places = self._places(addresses, size)
+        empty = addresses[~self._filled[places].all(1)]
+        assert not len(empty), f"nothing is at {int(empty[0]):#x}"
+        return self._bytes[places]
+
+    def store(self, addresses: np.ndarray, data: np.ndarray) -> None:
+        """Bytes [T size] to each address."""
+        places = self._places(addresses, data.shape[1])
+        alone = np.unique(places).size == places.size and not self._stored[places].any()
+        assert alone, "threads store at one place"
+        self._bytes[places], self._stored[places] = data, True
+        self._filled[places] = False
+
+    def stored_from(
+        self, address: int, dtype: np.dtype, shape: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """An array, and which elements of it can be read."""
+        piece = self._piece(address, math.prod(shape) * dtype.itemsize)
+        there = self._filled[piece].reshape(-1, dtype.itemsize)
+        assert (there.all(1) == there.any(1)).all(), "elements are stored in part"
+        return self._bytes[piece].view(dtype).reshape(shape), there.all(1).reshape(shape)
+
+    def _piece(self, address: int, size: int) -> slice:
+        start = address - self._begin
+        assert 0 <= start <= start + size <= len(self._bytes)
+        return slice(start, start + size)
+
+    def _places(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        odd = addresses[addresses % size != 0]
+        assert not len(odd), f"{int(odd[0]):#x} is no place of {size} bytes"
+        starts = addresses.astype(np.int64) - self._begin
+        outside = addresses[(starts < 0) | (starts + size > len(self._bytes))]
+        assert not len(outside), f"{int(outside[0]):#x} is in no memory"
+        return starts[:, None] + np.arange(size)
