@@ -45,17 +45,25 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     ):
         reasons.append("the shared expert is not in codes")
     stacks = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    odd = [reason for name, stack in stacks.items() for reason in _oddities(name, stack)]
-    if not odd:
-        memory = target.shared_memory
-        both = streams(gate_up_proj, down_proj, ids, memory)
-        odd = [
-            f"{name}: {reason}"
-            for name, stream in zip(stacks, both, strict=True)
-            for reason in stream.oddities(memory)
-        ]
-    # What means nothing, or is too large, is for all kernels.
-    return reasons + odd or triton.refusals(target, *arrays, **settings)
+    for name, stack in stacks.items():
+        reasons += _oddities(name, stack)
+    # Sizes of what is none of its calls say nothing; and what has no meaning, or is too large, is
+    # for all kernels.
+    return (
+        reasons
+        or _misfits(stacks, ids, target.shared_memory)
+        or triton.refusals(target, *arrays, **settings)
+    )
+
+
+def _misfits(stacks: dict[str, QTensor], ids: Any, memory: int) -> list[str]:
+    """Why sizes cannot be streamed."""
+    both = streams(*stacks.values(), ids, memory)
+    return [
+        f"{name}: {reason}"
+        for name, stream in zip(stacks, both, strict=True)
+        for reason in stream.oddities(memory)
+    ]
 
 
 def _oddities(name: str, stack: Any) -> list[str]:
