@@ -51,17 +51,17 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     # for all kernels.
     return (
         reasons
-        or _misfits(stacks, ids, target.shared_memory)
+        or _misfits(gate_up_proj, down_proj, ids, target.shared_memory)
         or triton.refusals(target, *arrays, **settings)
     )
 
 
-def _misfits(stacks: dict[str, QTensor], ids: Any, memory: int) -> list[str]:
+def _misfits(gate_up_proj: QTensor, down_proj: QTensor, ids: Any, memory: int) -> list[str]:
     """Why sizes cannot be streamed."""
-    both = streams(*stacks.values(), ids, memory)
+    both = streams(gate_up_proj, down_proj, ids, memory)
     return [
         f"{name}: {reason}"
-        for name, stream in zip(stacks, both, strict=True)
+        for name, stream in zip(("gate_up_proj", "down_proj"), both, strict=True)
         for reason in stream.oddities(memory)
     ]
 
