@@ -191,7 +191,7 @@ def launch(
 
     # The backend names what it makes so.
     body.__name__ = name
-    return backend.kernel(
+    one = backend.kernel(
         body,
         out_type=out,
         scratch_types=[backend.SMEM(each.shape, each.dtype) for each in shared],
@@ -204,7 +204,10 @@ def launch(
             reduction_scratch_bytes=0,
             unsafe_no_auto_barriers=True,
         ),
-    )(*arrays)
+    )
+    # The backend would batch by another axis of the grid, and hand on slices of arrays: the copy
+    # engine takes whole ones only.
+    return jax.custom_batching.sequential_vmap(one)(*arrays)
 
 
 def bytes_of(count: int) -> jax.ShapeDtypeStruct:

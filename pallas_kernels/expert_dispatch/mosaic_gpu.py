@@ -19,7 +19,7 @@ from . import combine, shared_tokens, stream_launch, triton
 from .config import FEW_TOKENS
 from .order import ordered
 from .shared import SharedExpert
-from .stream import GROUP_SIZES, ROWS, TURN, streams
+from .stream import GROUP_SIZES, MOST_EXPERTS, ROWS, TURN, streams
 
 # On an H200, a decode step of four layers of qwen3.6-35b-a3b takes 998 us so in place of 1,067 at
 # 32 tokens, 799 in place of 805 at 16, and 666 in place of 624 at 8.
@@ -77,6 +77,8 @@ def _oddities(name: str, stack: Any) -> list[str]:
         reasons.append(f"{name} has groups of {stack.group_size}, not {GROUP_SIZES}")
     if stack.zero is not None:
         reasons.append(f"{name} has zero points")
+    if stack.shape[0] > MOST_EXPERTS:
+        reasons.append(f"{name} has {stack.shape[0]} experts, more than {MOST_EXPERTS}")
     if str(stack.scale.dtype) != "bfloat16":
         reasons.append(f"{name}.scale is {stack.scale.dtype}, not bfloat16")
     return reasons

@@ -24,6 +24,8 @@ GROUP_SIZES = (64, 128)
 TURN = Turn(UNIT, run=8)
 _WARP, _PRODUCERS = 32, 128
 _MOST_STAGES, _LEAST_STAGES = 6, 3
+# An entry of the list of rows is a row and 2^16 times its expert.
+MOST_EXPERTS = 1 << 16
 # Bytes of a line of shared memory in which a row of codes lies.
 _LINES = (128, 64, 32)
 
@@ -174,8 +176,14 @@ class Stream:
         in_line = self.line // 16
         if self.blocks % in_line and in_line % self.blocks:
             return [f"{self.inputs} inputs are not cut into lines of {self.line} bytes of codes"]
-        if self.stages(memory) < _LEAST_STAGES:
-            return [f"{_LEAST_STAGES} tiles of {shape} need more than {memory} bytes"]
+        # A group at item i has had item i - groups, which came once i - groups - stages was given
+        # back. It waits for i - stages; the stage's barrier cannot tell that from i - 3 * stages.
+        # So i - 2 * stages must be known to be given back: no fewer stages than groups.
+        stages = max(_LEAST_STAGES, self.cut.groups)
+        if self.tiles <= stages:
+            return [f"{shape} is {self.tiles} tiles, not more than {stages}"]
+        if self.stages(memory) < stages:
+            return [f"{stages} tiles of {shape} need more than {memory} bytes"]
         return []
 
 

@@ -12,7 +12,7 @@ from .. import mosaic
 from .._compat import Target
 from ..dequant_matmul.qtensor import QTensor
 from ..mosaic import Inside, bytes_of
-from .stream import ROWS, Stream
+from .stream import MOST_EXPERTS, ROWS, Stream
 from .stream_assembly import barriers, multiply, setup
 
 # Waits until a barrier's phase of a parity is over.
@@ -205,7 +205,7 @@ class _Items:
         place, tile = inside.divided(inside.sum(self.begin, index), tiles)
         entry = inside.shared_address(self._listed, inside.product(place, 4))
         [both] = inside.assembly("ld.shared.b32 $0, [$1];", entry, results=1)
-        expert, row = inside.divided(both, 1 << 16)
+        expert, row = inside.divided(both, MOST_EXPERTS)
         first_place, _ = inside.divided(self.begin, tiles)
         fresh = inside.either(inside.less(tile, 1), inside.less(index, 1))
         ordinal = inside.sum(place, inside.product(first_place, -1))

@@ -60,6 +60,10 @@ def test_what_is_streamed(name):
         (Spec(32, hidden=520), "520x2048 is not cut into 256 inputs and 32 outputs"),
         (Spec(32, width=2304), "2304 inputs are not cut into lines of 32 bytes"),
         (Spec(32, width=16384), "3 tiles of 512x16384 need more than 232448 bytes"),
+        # Half the bands would leave four groups three stages, of which barriers lose count.
+        (Spec(32, hidden=1536, down_bits=4), "3 tiles of 2048x1536 need more than 232448 bytes"),
+        (small(3, 3, tokens=32, width=256, hidden=256), "256x256 is 2 tiles, not more than 3"),
+        (Spec(32, experts=65537), "gate_up_proj has 65537 experts, more than 65536"),
     ],
 )
 def test_what_is_not_streamed(spec, reason):
@@ -86,7 +90,7 @@ def test_tiles_fit_into_shared_memory(spec):
         own = stages * (stream.codes + stream.scales) + 8 * stream.token + stream.sums
         assert own < H200.shared_memory
         # A row of slots keeps its inputs until another two rows behind it needs their place.
-        assert 3 <= stages < stream.tiles
+        assert max(3, stream.cut.groups) <= stages < stream.tiles
         assert stream.threads * 64 <= 65536
 
 
@@ -111,6 +115,22 @@ def test_streams_lower_for_cuda(name):
     if spec.shared_hidden:
         allowed |= {"constant", "convert", "pad", "transpose"}
     assert set(re.findall(r"stablehlo\.(\w+)", text)) <= allowed
+
+
+@needs_mosaic
+@pytest.mark.parametrize("weights", [None, 0])
+def test_batches_lower_for_cuda(weights):
+    """One after the other, also where each has its own weights."""
+    spec = CALLS["3 and 4 bits, alone"]
+    run = functools.partial(OPERATION, implementation="mosaic_gpu", **spec.settings())
+    tokens, stacks = spec.arguments()[:3], spec.arguments()[3:5]
+    batched = functools.partial(
+        jax.tree.map, lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype)
+    )
+    arrays = *batched(tokens), *(stacks if weights is None else batched(stacks))
+    text = lower_for_cuda(jax.vmap(run, in_axes=(0, 0, 0, weights, weights)), *arrays)
+    assert text.count("mosaic_gpu_v2") == 2
+    assert text.count("stablehlo.while") == 2
 
 
 @pytest.mark.gpu
