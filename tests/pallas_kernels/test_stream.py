@@ -18,7 +18,7 @@ from pallas_kernels.expert_dispatch.api import OPERATION
 from pallas_kernels.expert_dispatch.specs import SPECS, Spec
 from pallas_kernels.expert_dispatch.stream import TURN, streams
 from pallas_kernels.testing import norm_error
-from tests.pallas_kernels.expert_calls import WHOLE, check_call, small
+from tests.pallas_kernels.expert_calls import WHOLE, check_call, drawn, small
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU kernels are written for JAX 0.11 and later"
@@ -131,6 +131,17 @@ def test_batches_lower_for_cuda(weights):
     text = lower_for_cuda(jax.vmap(run, in_axes=(0, 0, 0, weights, weights)), *arrays)
     assert text.count("mosaic_gpu_v2") == 2
     assert text.count("stablehlo.while") == 2
+
+
+@pytest.mark.gpu
+def test_batches_on_a_gpu():
+    spec = CALLS["3 and 4 bits, alone"]
+    run = functools.partial(OPERATION, implementation="mosaic_gpu", **spec.settings())
+    (x, ids, weights, *stacks), _ = drawn(spec)
+    both = [jnp.stack([each, each[::-1]]) for each in (x, ids, weights)]
+    batched = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, *[None] * len(stacks))))(*both, *stacks)
+    for index, found in enumerate(batched):
+        np.testing.assert_array_equal(found, run(*(each[index] for each in both), *stacks))
 
 
 @pytest.mark.gpu
