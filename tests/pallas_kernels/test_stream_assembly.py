@@ -28,7 +28,7 @@ from pallas_kernels.expert_dispatch.stream_assembly import multiply
 from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.ptx import WARP, Threads
 
-TILES, SLOTS = 4, 7
+TILES, SLOTS = 5, 7
 # Addresses of 64 bits; all that is shared begins at a multiple of 1,024, with a gap before it.
 SLOTS_OF_ROW, RESULTS = 0x7F0000000040, 0x7F0000001000
 # Of the first group of warps, and of the second; further ones begin anew.
