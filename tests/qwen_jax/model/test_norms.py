@@ -62,4 +62,4 @@ def test_a_decode_step_on_a_gpu_takes_one_launch_a_norm():
     module = lower_for_cuda(decode_step, CausalLM(config), cache, tokens)
     kernels = [line for line in module.splitlines() if "xla.gpu.triton" in line]
     # In front of the mixer, in front of the experts, and the final one.
-    assert len([line for line in kernels if "rms_norm" in line]) == 3
+    assert len([line for line in kernels if 'name = "rms_norm"' in line]) == 3
