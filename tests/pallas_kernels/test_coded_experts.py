@@ -109,8 +109,8 @@ def test_the_experts_are_never_numbers_all_at_once(tokens):
     one_expert = 3 * width * hidden
     routed = slots * one_expert if tokens == 1 else 2 * tokens * width + 4 * slots * tokens
     few, many = held(128), held(512)
-    # Some experts' numbers at once, by what XLA of a version makes of it; of further ones nothing but
-    # where their slots are.
+    # Some experts' numbers at once, by what XLA of a version makes of it; of further ones nothing
+    # but where their slots are.
     assert few < routed + 6 * one_expert
     assert many < few + (512 - 128) * one_expert / 32
 
