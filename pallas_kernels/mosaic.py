@@ -75,17 +75,15 @@ class Inside:
         """1 or 0."""
         return self._arith.extui(self._word, condition)
 
-    def address(self, ref: Any, offset: Any = 0) -> Any:
-        """Where an array in the device's memory begins, so many bytes further on: 64 bits."""
-        pointer = self._llvm.ptrtoint(self._long, self._mosaic.utils.memref_ptr(ref))
-        return self._arith.addi(pointer, self._arith.extui(self._long, self._value(offset)))
+    def address(self, ref: Any) -> Any:
+        """Where an array in the device's memory begins: 64 bits."""
+        return self._llvm.ptrtoint(self._long, self._mosaic.utils.memref_ptr(ref))
 
     def row_address(self, ref: Any, row: Any, size: int) -> Any:
-        """Where a row of so many bytes begins, however far that is."""
-        pointer = self._llvm.ptrtoint(self._long, self._mosaic.utils.memref_ptr(ref))
+        """Where a row of so many bytes of it begins, however far that is."""
         wide = self._arith.constant(self._long, self._ir.IntegerAttr.get(self._long, size))
         row = self._arith.extui(self._long, self._value(row))
-        return self._arith.addi(pointer, self._arith.muli(row, wide))
+        return self._arith.addi(self.address(ref), self._arith.muli(row, wide))
 
     def shared_address(self, ref: Any, *offsets: Any) -> Any:
         """Where memory that the threads share begins, so many bytes further on."""

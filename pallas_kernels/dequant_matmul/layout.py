@@ -101,13 +101,13 @@ def unpack(codes: Any, inputs: int) -> Any:
     values = (words >> first.reshape((1,) * (words.ndim - 1) + first.shape)) & xp.uint32(
         2**bits - 1
     )
-    values = values.reshape(*words.shape[:-2], bits * len(first))
+    # Narrow before they are joined: XLA may keep what it joins in memory.
+    values = values.astype(xp.uint8).reshape(*words.shape[:-2], bits * len(first))
     if bits == 3:
         single = [(words[..., word, :] >> xp.uint32(15)) & xp.uint32(0x10001) for word in range(3)]
         both = single[0] | (single[1] << xp.uint32(1)) | (single[2] << xp.uint32(2))
-        last = both & xp.uint32(7), both >> xp.uint32(16)
+        last = (part.astype(xp.uint8) for part in (both & xp.uint32(7), both >> xp.uint32(16)))
         values = xp.concatenate([values, *last], axis=-1)
-    values = values.astype(xp.uint8)
     return values.reshape(*codes.shape[:-2], units * UNIT)[..., :inputs]
 
 

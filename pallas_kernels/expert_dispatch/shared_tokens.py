@@ -139,8 +139,8 @@ def alone(x: Float[Array, "M D"], shared: SharedExpert, cuts: Cuts) -> Float[Arr
         shared: all its projections are in codes.
         cuts: see there.
     """
-    gate = _joint(shared.gate_proj, cuts.gates)
-    tokens = gate.turn.turned(x.astype(jnp.bfloat16), gate.cut.units)
+    turn, _ = wanted(shared, cuts)
+    tokens = turn.turned(x.astype(jnp.bfloat16), cuts.gates.units)
     first = SharedGates(x, tokens, shared, cuts, cuts.gates.num_warps)
     made, strength = _launch(first, cuts.gates, "expert_dispatch_shared_gates")
     second = SharedDown(made, strength, shared, cuts.down)
