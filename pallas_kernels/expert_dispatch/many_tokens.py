@@ -19,11 +19,11 @@ from ..dequant_matmul import unpacked
 from ..dequant_matmul.config import Unpacked
 from ..dequant_matmul.pieces import Piece
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.triton import dequant_matmul
 from . import combine, grouped, sorting
 from .grouped import Part
 from .many_tokens_config import ManyTokens
 from .shared import SharedExpert
+from .shared_products import shared_products
 from .sorting import Tiles
 from .stack import Coded, Plain, stack_of
 
@@ -47,7 +47,7 @@ def many_tokens(
     tiles = sorting.sort(ids, down_proj.shape[0], config.rows)
     made = gated(x, ids.shape[1], tiles, gate_up_proj, config)
     y = down(made, tiles, down_proj, config)
-    beside = None if shared is None else _shared_expert(x, shared)
+    beside = None if shared is None else shared_products(x, shared, inner_dtype)
     return combine.summed(y, ids, weights, down_proj.shape[0], dtype, beside, residual)
 
 
@@ -139,19 +139,3 @@ def _made(weight: QTensor, start: Int[Array, ""], first: int, count: int) -> Par
     piece = Piece(stack.of_all(experts), tuple(arrays))
     matrices = unpacked.matrix(piece, start, count * outputs, Unpacked())
     return Part(Plain(inputs), [matrices], first, count, count == experts)
-
-
-def _shared_expert(x: Float[Array, "M D"], shared: SharedExpert) -> Float[Array, "M D"]:
-    """Its output times its strength: products of all tokens, as of any layer."""
-    gate, up = (_product(x, weight) for weight in (shared.gate_proj, shared.up_proj))
-    made = (jax.nn.silu(gate) * up).astype(x.dtype)
-    strength = jax.nn.sigmoid(shared.logits(_product(x, shared.gate)))
-    return _product(made, shared.down_proj) * strength
-
-
-def _product(x: Float[Array, "M I"], weight: Float[Array, "O I"] | QTensor) -> Float[Array, "M O"]:
-    """Rows times a matrix, in float32."""
-    if isinstance(weight, QTensor):
-        return dequant_matmul(x, (weight,), dtype=jnp.dtype("float32"))[0]
-    plain = weight.astype(x.dtype)
-    return jnp.einsum("mi,oi->mo", x, plain, preferred_element_type=jnp.float32)

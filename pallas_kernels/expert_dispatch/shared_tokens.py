@@ -1,4 +1,4 @@
-"""The shared expert of some tokens, on tensor cores: programs beside routed experts', or alone."""
+"""The shared expert of some tokens, on tensor cores: programs beside routed experts'."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from .._compat import triton_call
 from ..dequant_matmul.config import SomeRows
 from ..dequant_matmul.turn import Turn
 from . import gates
@@ -129,39 +128,6 @@ def wanted(shared: SharedExpert, cuts: Cuts) -> tuple[Turn, int]:
     """In which order it reads tokens, and so many columns; see `order.ordered`."""
     gate = _joint(shared.gate_proj, cuts.gates)
     return gate.turn, gate.columns
-
-
-def alone(x: Float[Array, "M D"], shared: SharedExpert, cuts: Cuts) -> Float[Array, "M D"]:
-    """What it adds to each token, in float32, by launches of its own: none waits for the router.
-
-    Args:
-        x: tokens.
-        shared: all its projections are in codes.
-        cuts: see there.
-    """
-    turn, _ = wanted(shared, cuts)
-    tokens = turn.turned(x.astype(jnp.bfloat16), cuts.gates.units)
-    first = SharedGates(x, tokens, shared, cuts, cuts.gates.num_warps)
-    made, strength = _launch(first, cuts.gates, "expert_dispatch_shared_gates")
-    second = SharedDown(made, strength, shared, cuts.down)
-    [y] = _launch(second, cuts.down, "expert_dispatch_shared_down")
-    return y
-
-
-def _launch(part: SharedGates | SharedDown, cut: SomeRows, name: str) -> Sequence[Array]:
-    count = len(part.arrays)
-
-    def kernel(*refs: Any) -> None:
-        part.run(pl.program_id(0), refs[:count], refs[count:])
-
-    return triton_call(
-        kernel,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-        name=name,
-        grid=(part.programs,),
-        out_shape=part.shapes,
-    )(*part.arrays)
 
 
 def silu(products: list[Float[Array, "o m"]]) -> Float[Array, "o m"]:

@@ -31,6 +31,7 @@ class Spec:
         zero: whether groups have zero points.
         shared_hidden: Fs; 0 for no shared expert.
         shared_bits: of the shared expert's projections.
+        shared_down_bits: of its down projection; 0 for those of the others.
         x: dtype of tokens.
         inner: to which what the down projections read is rounded.
     """
@@ -46,6 +47,7 @@ class Spec:
     zero: bool = False
     shared_hidden: int = 512
     shared_bits: int = 8
+    shared_down_bits: int = 0
     x: str = "float32"
     inner: str = "bfloat16"
 
@@ -60,7 +62,7 @@ class Spec:
             shared = SharedExpert(
                 self.weight(sizes, self.shared_bits),
                 self.weight(sizes, self.shared_bits),
-                self.weight(sizes[::-1], self.shared_bits),
+                self.weight(sizes[::-1], self.shared_down_bits or self.shared_bits),
                 struct((1, width), jnp.dtype(self.inner)),
             )
         return (

@@ -26,6 +26,10 @@ FEW = FewTokens(Cut(), Cut())
 TOGETHER = {
     "3 and 4 bits": small(3, 4, tokens=19, group_size=128, width=420, x="bfloat16"),
     "4 and 3 bits, zero": small(4, 3, tokens=11, zero=True, group_size=32, width=420, x="bfloat16"),
+    "shared 3 and 8": small(
+        3, 3, tokens=11, width=420, x="bfloat16", shared_bits=3, shared_down_bits=8
+    ),
+    "shared 8 and 3": small(3, 3, tokens=9, width=420, x="bfloat16", shared_down_bits=3),
     "3 and 8 bits, alone": small(3, 8, tokens=11, shared_hidden=0, hidden=128, width=420),
 }
 

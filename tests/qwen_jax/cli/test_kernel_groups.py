@@ -79,6 +79,32 @@ def test_experts_that_are_made_in_bfloat16_are_experts():
     assert groups == [DENSE, DENSE, EXPERTS, EXPERTS, EXPERTS, EXPERTS, HEAD]
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_head_behind_products_of_a_shared_expert(steps):
+    """They wait for no router, so that each step has them elsewhere among its launches."""
+    layer = (
+        ("rms_norm", NORMS),
+        ("router_parts", ROUTER),
+        ("router_top_k", ROUTER),
+        ("expert_dispatch_order", EXPERTS),
+        ("expert_dispatch_gate_up", EXPERTS),
+        ("expert_dispatch_down", EXPERTS),
+    )
+    product = ("dequant_matmul_some_rows", DENSE)
+    launches = []
+    for step in range(steps):
+        for number in range(2):
+            mine = list(layer)
+            # Behind the norm; the second behind the first, and before the sum.
+            mine.insert(1 + (step + number) % 3, product)
+            mine.insert(3 + (2 * step + number) % 5, product)
+            launches += [product, *mine, ("expert_dispatch_sum", EXPERTS)]
+        launches += [("rms_norm", NORMS), ("dequant_matmul_some_rows__1", HEAD)]
+        launches += [("input_reduce_fusion", OTHER)]
+    found = groups_of([Event(n, float(i), 5.0) for i, (n, _) in enumerate(launches)], steps)
+    assert found == [group for _, group in launches]
+
+
 def test_heads_are_not_guessed():
     odd = [*events(2), Event("gemm_fusion_dot", 0.0, 1.0)]
     assert HEAD not in groups_of(odd, 2)
