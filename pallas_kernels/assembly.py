@@ -63,6 +63,10 @@ class Assembly:
         self.do(f"ld.shared{_vector(count)}.b32", braces(words), f"[{address}+{offset}]")
         return words
 
+    def store_shared(self, words: Sequence[str], address: str, offset: int) -> None:
+        """Some words, a power of two up to 4, to shared memory."""
+        self.do(f"st.shared{_vector(len(words))}.b32", f"[{address}+{offset}]", braces(words))
+
     def _made(self, kind: str, operation: str, operands: Sequence[object]) -> str:
         result = self.register(kind)
         self.do(operation, result, *operands)

@@ -159,6 +159,17 @@ class Operation:
             return self.implementations[REFERENCE].run(*arrays, **settings)
         return self._compiled(choice.chosen, tuple(settings.items()), current_target())(*arrays)
 
+    def within(self, *arrays: Any, **settings: Any) -> Any:
+        """Compute it as a part of another operation's kernel, whose call alone is recorded.
+
+        Raises:
+            ExceptionGroup: see `__call__`.
+        """
+        choice = self.choose(*arrays, implementation=None, **settings)
+        if choice.chosen is None:
+            raise self._error(choice, arrays, settings)
+        return self.implementations[choice.chosen].run(*arrays, **settings)
+
     def _compiled(
         self, name: str, settings: tuple[tuple[str, Any], ...], target: Target
     ) -> Callable[..., Any]:

@@ -71,6 +71,10 @@ class Inside:
         """Whether one of two conditions holds."""
         return self._arith.ori(a, b)
 
+    def select(self, condition: Any, a: Any, b: Any) -> Any:
+        """One value where it holds, else the other."""
+        return self._arith.select(condition, a, b)
+
     def one_if(self, condition: Any) -> Any:
         """1 or 0."""
         return self._arith.extui(self._word, condition)
@@ -120,7 +124,7 @@ class Inside:
             self._scf.yield_([])
 
     def copy_rows(
-        self, source: Any, rows: tuple[Any, int], columns: tuple[int, int], to: Any, barrier: Any
+        self, source: Any, rows: tuple[Any, int], columns: tuple[Any, int], to: Any, barrier: Any
     ) -> None:
         """Asks the copy engine for a box of a matrix; by one thread.
 
@@ -144,7 +148,7 @@ class Inside:
             dst_ref=mosaic.memref_slice(array, place),
             gmem_slice=(
                 mosaic.ds(self._arith.index_cast(index, first), count),
-                mosaic.ds(column, width),
+                mosaic.ds(self._arith.index_cast(index, self._value(column)), width),
             ),
             barrier=mosaic.BarrierRef(mosaic.utils.memref_ptr(bars), which, None, 1),
             arrive=False,
@@ -163,18 +167,18 @@ def launch(
     programs: int,
     threads: int,
     shared: Sequence[jax.ShapeDtypeStruct],
-    out: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
 ) -> Any:
     """What a kernel writes.
 
     Args:
-        kernel: takes an `Inside`, arrays, the result, and shared memory, as references.
+        kernel: takes an `Inside`, arrays, results, and shared memory, as references.
         arrays: of the call.
         name: in profiles.
         programs: so many.
         threads: of each; a multiple of `WARPGROUP`.
         shared: memory that a program's threads share.
-        out: the result.
+        out: the result, or several.
     """
     from jax.experimental.pallas import mosaic_gpu as backend
 

@@ -7,12 +7,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..dispatch import REFERENCE, Implementation, Operation
-from . import reference, triton
+from . import mosaic_gpu, reference, triton
 from .qtensor import QTensor
 
 OPERATION = Operation(
     "dequant_matmul",
     {
+        "mosaic_gpu": Implementation(mosaic_gpu.dequant_matmul, mosaic_gpu.refusals),
         "triton": Implementation(triton.dequant_matmul, triton.refusals),
         REFERENCE: Implementation(reference.dequant_matmul, reference.refusals),
     },
@@ -36,7 +37,7 @@ def dequant_matmul(
         weights: matrices in codes (without an `input_scale`, which is a factor of x). One that is
             an array is multiplied as it is: put it beside others, where it costs no launch.
         dtype: of the results; x's if None.
-        implementation: "triton", "reference", or None for the first that takes the call.
+        implementation: "mosaic_gpu", "triton", "reference", or None for the first that takes it.
 
     Returns:
         A product for each matrix.

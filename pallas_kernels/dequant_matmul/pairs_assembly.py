@@ -2,8 +2,9 @@
 
 A field is masked into the mantissa of 128, at bit b of it: 128 + 2^b code. Times 2^(1 - b), less
 2^(8 - b) + 2 centre, that is twice the code less its centre, an odd integer that bfloat16 holds
-exactly, as it does all numbers on the way: one instruction makes two. See `layout` for the fields,
-and `pairs` for the same in Triton's terms.
+exactly, as it does all numbers on the way: one instruction makes two. At 8 bits the lower seven are
+raised so, and -256 comes on top, of which the highest bit takes half away: that is the code less
+its centre. See `layout` for the fields, and `pairs` for the same in Triton's terms.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import numpy as np
 from ..assembly import Assembly
 from .layout import CENTRES
 
-BITS = (3, 4)
-# What `pairs` makes is so many times a code less its centre.
-FACTOR = 2.0
+BITS = (3, 4, 8)
+# By bits: what `pairs` makes is so many times a code less its centre.
+FACTORS = {3: 2.0, 4: 2.0, 8: 1.0}
 _RAISED = 0x43004300  # 128, twice
+_LOWERED = 0xC380C380  # -256, twice; without bit 7, -128
 _LAST = 15  # the bit of halves of which three words together make a unit's last two values
 
 
@@ -25,24 +27,29 @@ class Decoder:
 
     Args:
         assembly: to which instructions are added; first the constants.
-        bits: of a code, 3 or 4.
+        bits: of a code.
     """
 
     def __init__(self, assembly: Assembly, bits: int):
         self._assembly, self._bits = assembly, bits
         self._raised = assembly.b32("mov.b32", f"0x{_RAISED:08X}")
         # At which bits fields are taken, with what belongs to each.
-        places = (1, 4) if bits == 3 else (1,)
+        places = {3: (1, 4), 4: (1,), 8: ()}[bits]
         self._constants = {place: self._of_place(place) for place in places}
+        if bits == 8:
+            self._lowered = assembly.b32("mov.b32", f"0x{_LOWERED:08X}")
+            self._one = assembly.b32("mov.b32", _twice(1.0))
 
     def pairs(self, words: list[str]) -> list[str]:
-        """Sixteen registers, in the order of the unit's values.
+        """Registers in the order of values: sixteen of a unit.
 
         Args:
-            words: of the unit, as many as a code has bits.
+            words: of the unit, as many as a code has bits; but at 3 bits, some of them will do.
         """
         if self._bits == 4:
             return [self._pair(word, first, 1) for word in words for first in (0, 4, 8, 12)]
+        if self._bits == 8:
+            return [self._byte(word, first) for word in words for first in (0, 8)]
         found: list[str] = []
         for word in words:
             # Two fields come to their places at once.
@@ -58,6 +65,13 @@ class Decoder:
             moved = self._moved(word, _LAST, 4 + index)
             found = self._assembly.masked(moved, 0x10001 << 4 + index, found)
         return self._finished(found, 4)
+
+    def _byte(self, word: str, first: int) -> str:
+        """The bytes at a bit of halves."""
+        moved = self._moved(word, first, 0)
+        raised = self._assembly.masked(moved, 0x7F007F, self._raised)
+        added = self._assembly.b32("lop3.b32", moved, "0x00800080", self._lowered, "0x6A")
+        return self._assembly.b32("fma.rn.bf16x2", raised, self._one, added)
 
     def _pair(self, word: str, first: int, place: int) -> str:
         return self._at(self._moved(word, first, place), place)
@@ -80,7 +94,7 @@ class Decoder:
     def _of_place(self, place: int) -> tuple[str, str]:
         """What raised fields are multiplied by, and what is added."""
         factor = 2.0 ** (1 - place)
-        numbers = factor, -(128 * factor + FACTOR * CENTRES[self._bits])
+        numbers = factor, -(128 * factor + FACTORS[self._bits] * CENTRES[self._bits])
         first, second = (self._assembly.b32("mov.b32", _twice(number)) for number in numbers)
         return first, second
 

@@ -22,7 +22,6 @@ from .config import SomeRows
 from .layout import UNIT
 from .operands import Shape, iota, load
 from .pieces import Piece, Share, launch
-from .turn import Turn
 
 
 def products(
@@ -32,7 +31,11 @@ def products(
     splits, rows = configs[0].splits, configs[0].rows
     shapes = [piece.shape for piece in pieces]
     dtypes = [shape.dtype if splits == 1 else jnp.float32 for shape in shapes]
-    [turn] = {tile.turn(p.shape) for p in pieces if p.coded} or {Turn(UNIT)}
+    # Arrays are multiplied by rows as they are.
+    turned = x
+    if turns := {tile.turn(piece.shape) for piece in pieces if piece.coded}:
+        [turn] = turns
+        turned = turn.turned(x, configs[0].units)
 
     def body(shares: Sequence[Share], index: int, ids: Any, x_ref: Any, turned_ref: Any) -> None:
         [share] = shares
@@ -55,7 +58,7 @@ def products(
 
     results = launch(
         body,
-        (x, turn.turned(x, configs[0].units)),
+        (x, turned),
         pieces,
         [config.outputs for config in configs],
         [

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._compat import Target, current_target, mosaic_refusals
-from ..dequant_matmul import pairs_assembly
 from ..dequant_matmul.qtensor import QTensor
 from . import combine, stream_launch, triton
 from .config import FEW_TOKENS
 from .order import ordered
 from .shared import SharedExpert
 from .shared_products import shared_products
-from .stream import GROUP_SIZES, MOST_EXPERTS, ROWS, TURN, streams
+from .stream import BITS, GROUP_SIZES, MOST_EXPERTS, ROWS, TURN, streams
 
 # On an H200, a decode step of four layers of qwen3.6-35b-a3b takes 976 us so in place of 1,067 at
 # 32 tokens, 737 in place of 805 at 16, and 605 in place of 617 at 8.
@@ -64,8 +63,8 @@ def _oddities(name: str, stack: Any) -> list[str]:
     if not isinstance(stack, QTensor):
         return [f"{name} is not in codes"]
     reasons = []
-    if stack.bits not in pairs_assembly.BITS:
-        reasons.append(f"{name} has codes of {stack.bits} bits, not {pairs_assembly.BITS}")
+    if stack.bits not in BITS:
+        reasons.append(f"{name} has codes of {stack.bits} bits, not {BITS}")
     if stack.group_size not in GROUP_SIZES:
         reasons.append(f"{name} has groups of {stack.group_size}, not {GROUP_SIZES}")
     if stack.zero is not None:

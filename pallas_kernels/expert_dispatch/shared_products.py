@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..dequant_matmul.api import OPERATION
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.triton import dequant_matmul
 from .shared import SharedExpert
 
 
@@ -37,7 +37,7 @@ def _products(
 ) -> tuple[Float[Array, "M _O"], ...]:
     """Rows times matrices that are stored alike, in float32."""
     if isinstance(weights[0], QTensor):
-        return dequant_matmul(x, weights, dtype=jnp.float32)
+        return OPERATION.within(x, weights, dtype=jnp.dtype("float32"))
     plain = [weight.astype(x.dtype) for weight in weights if not isinstance(weight, QTensor)]
     product = functools.partial(jnp.einsum, "mi,oi->mo", x, preferred_element_type=jnp.float32)
     return tuple(map(product, plain))

@@ -19,7 +19,7 @@ from ..dequant_matmul.turn import THREADS, Turn
 ROWS = 4
 # Inputs that are multiplied together: a unit for each of the threads that share an output.
 BLOCK = THREADS * UNIT
-GROUP_SIZES = (64, 128)
+BITS, GROUP_SIZES = (3, 4), (64, 128)
 # What `stream_assembly` multiplies: each thread takes pieces of 16 bytes, which lie side by side.
 TURN = Turn(UNIT, run=8)
 _WARP, _PRODUCERS = 32, 128

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ..assembly import Assembly, braces
 from ..dequant_matmul.layout import UNIT
-from ..dequant_matmul.pairs_assembly import FACTOR, Decoder
+from ..dequant_matmul.pairs_assembly import FACTORS, Decoder
 from .stream import BLOCK, ROWS, Stream
 
 ALL_THREADS = 15  # numbers of barriers; groups of warps have others, from `_OF_GROUPS` on
@@ -94,7 +94,7 @@ def multiply(stream: Stream) -> str:
     a.do("mbarrier.arrive.shared.b64", done, "[$8]", when=a.holds("eq.u32", place.lane, 0))
     if stream.cut.parts > 1:
         sums = _together(a, stream, place, sums)
-    sums = [a.f32("mul.f32", each, _float(1 / FACTOR)) for each in sums]
+    sums = [a.f32("mul.f32", each, _float(1 / FACTORS[stream.bits])) for each in sums]
     _store(a, stream, place, slots, sums)
     a.label("DONE")
     return str(a)

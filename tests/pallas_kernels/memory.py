@@ -17,12 +17,13 @@ class Memory:
 
     def __init__(self, begin: int, size: int):
         self._begin, self._bytes = begin, np.zeros(size, np.uint8)
-        self._filled, self._stored = np.zeros(size, bool), np.zeros(size, bool)
+        self._filled, self._stored, self._untold = (np.zeros(size, bool) for _ in range(3))
 
     def put(self, address: int, data: np.ndarray) -> None:
         """What lies there before threads begin."""
         piece = self._piece(address, data.nbytes)
         self._bytes[piece], self._filled[piece] = data.reshape(-1).view(np.uint8), True
+        self._untold[piece] = False
 
     def drop(self, address: int, size: int) -> None:
         """What may change from now on."""
@@ -33,11 +34,16 @@ class Memory:
         self._filled |= self._stored
         self._stored[:] = False
 
-    def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
+    def tell(self) -> None:
+        """Lets what threads stored be read by others than threads, once it is published."""
+        self._untold[:] = False
+
+    def load(self, addresses: np.ndarray, size: int, *, by_threads: bool = True) -> np.ndarray:
         """Some bytes at each address: uint8 [T size]."""
         places = self._places(addresses, size)
         empty = addresses[~self._filled[places].all(1)]
         assert not len(empty), f"nothing is at {int(empty[0]):#x}"
+        assert by_threads or not self._untold[places].any(), "none but threads know of a store"
         return self._bytes[places]
 
     def store(self, addresses: np.ndarray, data: np.ndarray) -> None:
@@ -46,7 +52,7 @@ class Memory:
         alone = np.unique(places).size == places.size and not self._stored[places].any()
         assert alone, "threads store at one place"
         self._bytes[places], self._stored[places] = data, True
-        self._filled[places] = False
+        self._filled[places], self._untold[places] = False, True
 
     def stored_from(
         self, address: int, dtype: np.dtype, shape: tuple[int, ...]

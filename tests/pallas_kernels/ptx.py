@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.pallas_kernels.memory import Memory
+from tests.pallas_kernels.tensor_cores import TensorCores, bfloat16_pairs
 
 WARP = 32
 _KINDS = {"b16": np.uint16, "b32": np.uint32, "f32": np.uint32, "b64": np.uint64, "pred": np.bool_}
@@ -35,6 +36,7 @@ class Threads:
     Attributes:
         registers: of all threads, as bits.
         arrivals: how many there were at each address.
+        conflicts: accesses to shared memory whose threads need one bank for different words.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Threads:
     ):
         self.registers = dict(registers or {})
         self.arrivals: collections.Counter[int] = collections.Counter()
+        self.conflicts: set[str] = set()
         self._count = len(numbers)
         self._memory, self._shared = memory or Memory(0, 0), shared or Memory(0, 0)
         self._given_back = given_back
@@ -59,6 +62,7 @@ class Threads:
         self._gone: dict[str, np.ndarray] = {}
         # Whether warps have waited for their threads since these read shared memory.
         self._warps_wait = True
+        self._cores = TensorCores(self._shared)
 
     def run(self, text: str) -> Threads:
         """All of it; gives itself back."""
@@ -90,6 +94,11 @@ class Threads:
         elif operation.startswith("mma.sync."):
             assert mask.all(), "threads are missing at tensor cores"
             self._multiply(operation, *operands)
+        elif operation.startswith("wgmma."):
+            assert mask.all(), "threads are missing at tensor cores"
+            self._cores.do(operation, operands, self._value, self.registers)
+        elif operation == "fence.proxy.async.shared::cta":
+            self._shared.tell()
         elif operation.startswith(("ld.", "st.")):
             self._move(operation, operands, mask)
         elif operation == "bra":
@@ -130,6 +139,8 @@ class Threads:
         names = re.split(r", ", registers.strip("{}"))
         assert len(names) == int(count or 1), f"{operation} of {names}"
         addresses = self._address(address)[mask]
+        if space == "shared" and mask.all() and _conflict(addresses, each * len(names)):
+            self.conflicts.add(operation)
         if way == "st":
             values = [self._value(name)[mask] for name in names]
             assert all(value.dtype == dtype for value in values)
@@ -167,7 +178,11 @@ class Threads:
     def _value(self, operand: str) -> np.ndarray:
         if operand in self._given:
             return self._given[operand]
+        if operand.startswith("{"):
+            lower, upper = (self._value(each) for each in operand.strip("{}").split(", "))
+            return lower.astype(np.uint64) | upper.astype(np.uint64) << np.uint64(32)
         if operand.startswith("%"):
+            self._cores.read(operand)
             assert operand in self.registers, f"nothing is in {operand} yet"
             return self.registers[operand]
         if operand.startswith("0f"):
@@ -176,16 +191,21 @@ class Threads:
 
     def _set(self, name: str, value: np.ndarray) -> None:
         assert value.dtype == _KINDS[self._kinds[name]], f"{name} is {self._kinds[name]}"
+        self._cores.written(name)
         self.registers[name] = value
 
     def _all(self, value: int | np.uint64) -> np.ndarray:
         return np.full(self._count, value, np.uint64 if isinstance(value, np.uint64) else np.uint32)
 
 
-def bfloat16_pairs(words: np.ndarray) -> np.ndarray:
-    """The two numbers in each word [N]: float64 [N 2]."""
-    halves = words.view(np.uint16).astype(np.uint32) << np.uint32(16)
-    return halves.view(np.float32).astype(np.float64).reshape(-1, 2)
+def _conflict(addresses: np.ndarray, size: int) -> bool:
+    """Whether threads that go together, as many as have 128 bytes, need a bank for more words."""
+    words = addresses.reshape(-1, min(WARP, 128 // size))[..., None] // 4 + np.arange(-(-size // 4))
+    for together in words.reshape(len(words), -1):
+        _, counts = np.unique(np.unique(together) % 32, return_counts=True)
+        if counts.max() > 1:
+            return True
+    return False
 
 
 def _float(bits: np.ndarray) -> np.ndarray:
@@ -206,9 +226,9 @@ def _pairs_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
-    # 0xEA is what the table says of (a & b) | c.
-    assert (table == 0xEA).all()
-    return a & b | c
+    # What the tables say of (a & b) | c, and of (a & b) ^ c.
+    [which] = set(table.tolist())
+    return a & b | c if which == 0xEA else a & b ^ {0x6A: c}[which]
 
 
 # What makes one result of the bits of others.
@@ -216,6 +236,9 @@ _MADE: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
     "mov.u32": lambda a: a,
     "mov.f32": lambda a: a,
+    "mov.b64": lambda a: a,
+    # From the first lane of a warp.
+    "shfl.sync.idx.b32": lambda a, *_: np.repeat(a[::WARP], WARP),
     "add.u32": lambda a, b: a + b,
     "sub.u32": lambda a, b: a - b,
     "mul.lo.u32": lambda a, b: a * b,
@@ -232,6 +255,9 @@ _MADE: dict[str, Callable[..., np.ndarray]] = {
     "selp.b32": lambda a, b, condition: np.where(condition, a, b),
     "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,
+    "setp.ge.u32": lambda a, b: a >= b,
+    "setp.lt.u32": lambda a, b: a < b,
+    "and.pred": lambda a, b: a & b,
     "setp.lt.s32": lambda a, b: a.view(np.int32) < b.view(np.int32),
     "fma.rn.bf16x2": _pairs_fma,
     "add.f32": lambda a, b: _bits(_float(a) + _float(b)),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200, Target, current_target, targeting, triton_refusals
-from pallas_kernels.dispatch import Implementation, Operation, ReferenceWarning, Refused
+from pallas_kernels.dispatch import Implementation, Operation, ReferenceWarning, Refused, recording
 
 
 def scaled(x, *, factor):
@@ -67,6 +67,15 @@ def test_reasons_of_all_where_none_accepts(operation):
 def test_unknown_name_is_refused_with_the_known_ones(operation):
     with pytest.raises(ExceptionGroup, match="quick: scale has fast, reference only"):
         operation(ONES, implementation="quick", factor=1.0)
+
+
+def test_parts_of_other_operations_are_not_recorded(operation):
+    with recording() as calls, targeting(H200):
+        np.testing.assert_allclose(operation.within(ONES, factor=1.0), 10 * np.sin(1))
+        np.testing.assert_allclose(operation.within(WIDE, factor=1.0), np.sin(WIDE), rtol=1e-6)
+    assert not calls
+    with pytest.raises(ExceptionGroup, match=r"factor is -1\.0"):
+        operation.within(ONES, factor=-1.0)
 
 
 def test_traced_settings_are_refused(operation):
