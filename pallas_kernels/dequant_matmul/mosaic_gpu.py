@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._compat import Target, current_target, mosaic_refusals
-from . import triton
+from . import reference, triton
 from .qtensor import QTensor
 from .stream import GROUP_SIZES, Stream, fitting
 from .stream_launch import products
@@ -22,11 +22,11 @@ LEAST_ROWS, MOST_ROWS = 5, 64
 
 def refusals(target: Target, x: Any, weights: Any, *, dtype: Any) -> list[str]:
     """Why it does not take a call; see `dispatch.Implementation`."""
-    reasons = mosaic_refusals(target)
+    # What means nothing is for all kernels.
+    reasons = mosaic_refusals(target) + reference.refusals(target, x, weights, dtype=dtype)
     rows = x.size // x.shape[-1]
     if not LEAST_ROWS <= rows <= MOST_ROWS:
         reasons.append(f"x has {rows} rows; it is for {LEAST_ROWS} to {MOST_ROWS}")
-    # What means nothing, or is too large, is for all kernels.
     reasons = reasons or triton.refusals(target, x, weights, dtype=dtype)
     if reasons or _streams(target, rows, weights):
         return reasons
