@@ -106,7 +106,12 @@ def test_reader_that_leaves_is_no_error():
 
 
 def test_interrupt_ends_with_130():
-    process = start("chat", "demo")
+    # Where tests run in the background it may be ignored, which a new process would inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = start("chat", "demo")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     for line in process.stderr:
         if b"/reset" in line:  # it waits for the first turn now
