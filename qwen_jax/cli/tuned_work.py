@@ -19,7 +19,7 @@ from pallas_kernels.tuning import Place
 
 from ..cache import Cache, allocate, init_cache
 from ..decode import DecodeState, decode_loop, init_state, prefill
-from ..decode.loop import LOOP_OPTIONS
+from ..decode.options import LOOP_OPTIONS, PREFILL_OPTIONS
 from ..model import CausalLM, FlatModel, whole
 
 STEPS = 32
@@ -58,12 +58,14 @@ class Work:
         function: of `arguments`; what it returns begins with a token of each row.
         arguments: its arrays.
         steps: of the model in one call.
+        options: for its compilation.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     steps: int
+    options: Mapping[str, Any]
 
     @classmethod
     def decode(cls, model: CausalLM, rows: int, context: int) -> Work:
@@ -88,7 +90,7 @@ class Work:
             return state.tokens[:, 1], cache
 
         arguments = FlatModel.of(model), cache, state
-        return cls(f"decode, batch {rows}", run, arguments, STEPS)
+        return cls(f"decode, batch {rows}", run, arguments, STEPS, LOOP_OPTIONS)
 
     @classmethod
     def prefill(cls, model: CausalLM, length: int) -> Work:
@@ -102,7 +104,7 @@ class Work:
 
         tokens, lengths = jnp.asarray(ids, jnp.int32), jnp.full((1,), length, jnp.int32)
         arguments = FlatModel.of(model), init_cache(config, 1, length), tokens, lengths
-        return cls(f"prefill, {length} tokens", run, arguments, 1)
+        return cls(f"prefill, {length} tokens", run, arguments, 1, PREFILL_OPTIONS)
 
     def trace(self) -> None:
         """Trace it, computing nothing."""
@@ -131,7 +133,7 @@ class Work:
         try:
             with tuning.trying(configs), deprecation_expected():
                 lowered = fresh.lower(*self.arguments)
-            return lowered.compile(compiler_options=dict(LOOP_OPTIONS))
+            return lowered.compile(compiler_options=dict(self.options))
         except Exception:
             # Such as one that wants more shared memory than there is; the heuristics' must not.
             if not configs:

@@ -1,6 +1,7 @@
 """Prefill, decode step and decode loop: pure functions over a model and a cache, and drivers."""
 
-from .loop import LOOP_OPTIONS, decode_loop, start, stream
+from .loop import decode_loop, start, stream
+from .options import LOOP_OPTIONS, PREFILL_OPTIONS
 from .prompt import prefill_prompts
 from .sampling import SamplingOptions, SamplingParams, sample
 from .state import DecodeState, FinishReason, Observer, Steering, init_state
@@ -8,6 +9,7 @@ from .step import StepOutput, decode_step, prefill
 
 __all__ = [
     "LOOP_OPTIONS",
+    "PREFILL_OPTIONS",
     "DecodeState",
     "FinishReason",
     "Observer",

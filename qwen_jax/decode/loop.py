@@ -16,21 +16,12 @@ from ..cache import Cache
 from ..errors import CacheFullError
 from ..model import CausalLM, FlatModel, Intervention, check_model, whole
 from .carry import Carry, Packing
+from .options import LOOP_OPTIONS
 from .sampling import sample
 from .state import DecodeState, FinishReason, SampleRule, Steering, advance, init_state
 from .step import decode_step
 
 STEPS_BETWEEN_LOOKS = 16
-
-LOOP_OPTIONS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
-    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
-"""For `jax.jit(..., compiler_options=LOOP_OPTIONS)` around a decode loop: on an NVIDIA GPU the loop
-is one CUDA graph, whose predicate the device reads itself, and in which launches wait for those
-alone whose results they read; by default XLA asks the host each step, and lets each wait for all.
-Elsewhere it changes nothing. JAX takes such options for the outermost jit alone."""
 
 
 def decode_loop(

@@ -14,6 +14,7 @@ from ..errors import CacheFullError, RequestError
 from ..memory import accelerator_memory
 from ..model import CausalLM, FlatModel, Intervention, check_model, whole
 from ..whole_number import check_whole
+from .options import PREFILL_OPTIONS
 from .step import StepOutput, prefill
 
 CHUNK_SIZE = 512
@@ -27,7 +28,10 @@ MEMORY_SHARE = 64
 
 
 @functools.partial(
-    jax.jit, static_argnames=("padding", "capture", "all_logits"), donate_argnames=("cache",)
+    jax.jit,
+    static_argnames=("padding", "capture", "all_logits"),
+    donate_argnames=("cache",),
+    compiler_options=PREFILL_OPTIONS,
 )
 def run_prefill(
     model: CausalLM | FlatModel,

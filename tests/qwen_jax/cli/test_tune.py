@@ -186,7 +186,7 @@ def test_work_is_timed_beside_the_heuristics():
             raise ValueError("too much shared memory")
         return tokens + int(config.size == 3), None
 
-    work = Work("counting", run, (jnp.arange(8),), 1)
+    work = Work("counting", run, (jnp.arange(8),), 1, {})
     # Another result is no timing; nor is a program that does not compile.
     timing, *others = work.times([{NORM: Cut(2)}, {NORM: Cut(3)}, {NORM: Cut(4)}])
     assert timing is not None and timing.seconds > 0 and timing.heuristic > 0
