@@ -10,6 +10,6 @@ is one CUDA graph, whose predicate the device reads itself, and in which launche
 alone whose results they read; by default XLA asks the host each step, and lets each wait for all.
 Elsewhere it changes nothing. JAX takes such options for the outermost jit alone."""
 
-PREFILL_OPTIONS = {**LOOP_OPTIONS, "xla_gpu_dot_merger_threshold_mb": 1}
-"""Likewise around `prefill`, which is a graph as well. By default XLA joins products of the same
-rows, and to do so copies their matrices, up to 32 MB of each: small ones alone are worth it."""
+PREFILL_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 1}
+"""Likewise around `prefill`. By default XLA joins products of the same rows, and to do so copies
+their matrices, up to 32 MB of each: small ones alone are worth it."""
