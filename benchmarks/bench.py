@@ -49,11 +49,11 @@ def _bench() -> None:
 def result_of(
     request: BenchRequest, notes: Notes, commit: str | None, prepared: Prepared | None = None
 ) -> dict[str, Any]:
-    """What `run_bench` gives, and the commit that was told where the code does not know its own."""
+    """What `run_bench` gives, and the commit that was told, or the code's own."""
     from qwen_jax.cli.report import run_bench
 
     result = run_bench(request, notes, ["python", "benchmarks/bench.py"], prepared)
-    result["commit"] = result["commit"] or commit
+    result["commit"] = commit or result["commit"]
     return result
 
 
