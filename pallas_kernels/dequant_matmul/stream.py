@@ -95,8 +95,12 @@ class Stream:
 
     @property
     def span(self) -> int:
-        """Inputs of one scale that are summed together."""
-        return min(self.group_size, BLOCK)
+        """Inputs of one scale that are summed together.
+
+        There are two at once, and with more of them registers run out: then the compiler has each
+        instruction of the tensor cores waited for.
+        """
+        return min(self.group_size, SLAB)
 
     @property
     def tiles(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ bits of each four units one.
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 from ..assembly import Assembly
@@ -61,11 +62,9 @@ def multiply(stream: Stream, chunk: int) -> str:
     for block in range(stream.blocks):
         units = [words.of_block(block, row) for row in (0, 8)]
         numbers = [_scales(a, stream, place, scales, first + block, row) for row in (0, 8)]
-        spans = BLOCK // stream.span
-        for span in range(spans):
-            each = len(units[0]) // spans
-            mine = [of_row[span * each :][:each] for of_row in units]
-            pairs = [[pair for unit in of_row for pair in decoder.pairs(unit)] for of_row in mine]
+        decoded = [(pair for unit in of_row for pair in decoder.pairs(unit)) for of_row in units]
+        for span in range(BLOCK // stream.span):
+            pairs = [list(itertools.islice(of_row, stream.span // 8)) for of_row in decoded]
             sums = cores.start(block, span, pairs)
             if before is not None:
                 cores.wait(1)
@@ -224,13 +223,13 @@ def _scales(
     a: Assembly, stream: Stream, place: _Place, scales: str, block: int, row: int
 ) -> list[str]:
     """Of all spans of a block, of one of two outputs, as float32."""
-    count = BLOCK // stream.span
+    count, spans = BLOCK // stream.group_size, stream.group_size // stream.span
     start = a.b32("mad.lo.u32", place.row, stream.scale_groups * 2, scales)
     start = a.b32("mad.lo.u32", place.group, stream.blocks * count * 2, start)
     offset = row * stream.scale_groups * 2 + block * count * 2
     if count == 1:
         word = a.b32("ld.shared.u16", f"[{start}+{offset}]")
-        return [a.f32("mov.b32", a.b32("shl.b32", word, 16))]
+        return [a.f32("mov.b32", a.b32("shl.b32", word, 16))] * spans
     found = []
     for both in a.load_shared(count // 2, start, offset):
         found += [a.b32("shl.b32", both, 16), a.b32("and.b32", both, "0xffff0000")]

@@ -57,7 +57,7 @@ def _run(
     text = "\n".join(["{", *declared, *text.splitlines()[1:]])
     made = Threads(np.arange(threads), (), registers, memory, shared).run(text)
     # Scales of a row lie side by side, and so in the same banks as those of other rows.
-    scales = {1: "u16", 2: "b32", 4: "v2.b32"}[BLOCK // stream.span]
+    scales = {1: "u16", 2: "b32", 4: "v2.b32"}[BLOCK // stream.group_size]
     assert not made.conflicts - {f"ld.shared.{scales}"}, made.conflicts
     return [made.registers[f"%g{index}"] for index in range(results)]
 

@@ -64,7 +64,7 @@ def test_what_is_not_streamed(spec, reason):
 
 @needs_mosaic
 def test_whole_tiles_stream_beside_others():
-    """Outputs that are no whole tiles are Triton's, those of the same format beside them are not."""
+    """Outputs that are no whole tiles are Triton's, and what is beside them is not."""
     spec = Spec(8, 1024, (Matrix(72, 4, 64), Matrix(128, 4, 64)))
     run = functools.partial(OPERATION, implementation=None, **spec.settings())
     text = lower_for_cuda(run, *spec.arguments())
