@@ -43,25 +43,24 @@ def sums_of(stream: Stream) -> int:
     return 4 * stream.columns
 
 
-def multiply(stream: Stream, chunk: int) -> str:
+def multiply(stream: Stream) -> str:
     """Sums of a tile with those of one more chunk.
 
-    Gives `sums_of` float32; takes shared addresses of inputs, of the stage, and of the tile's
-    scales, and the sums so far.
+    Gives `sums_of` float32; takes shared addresses of the chunk's inputs, of the stage, and of the
+    chunk's scales of the tile's first output, and the sums so far.
     """
     a = Assembly()
     count = sums_of(stream)
     x, codes, scales, *totals = (f"${count + index}" for index in range(3 + count))
     place = _Place(a)
-    first = chunk * stream.groups * stream.blocks
-    cores = TensorCores(a, stream, place.group, x, first)
+    cores = TensorCores(a, stream, place.group, x)
     decoder = Decoder(a, stream.bits)
     words = _Words(a, stream, place, codes)
     # While tensor cores have one span, warps decode the next.
     before: tuple[list[str], list[str]] | None = None
     for block in range(stream.blocks):
         units = [words.of_block(block, row) for row in (0, 8)]
-        numbers = [_scales(a, stream, place, scales, first + block, row) for row in (0, 8)]
+        numbers = [_scales(a, stream, place, scales, block, row) for row in (0, 8)]
         decoded = [(pair for unit in of_row for pair in decoder.pairs(unit)) for of_row in units]
         for span in range(BLOCK // stream.span):
             pairs = [list(itertools.islice(of_row, stream.span // 8)) for of_row in decoded]
