@@ -123,6 +123,16 @@ class Inside:
             yield loop.induction_variable
             self._scf.yield_([])
 
+    def repeated(
+        self, count: int, values: Sequence[Any], body: Callable[..., Sequence[Any]]
+    ) -> list[Any]:
+        """What becomes of numbers that a body, given an index from 0 on, makes anew each time."""
+        bounds = (self._value(value) for value in (0, count, 1))
+        loop = self._scf.ForOp(*bounds, [self._value(value) for value in values])
+        with self._ir.InsertionPoint(loop.body):
+            self._scf.yield_(body(loop.induction_variable, *loop.inner_iter_args))
+        return list(loop.results)
+
     def copy_rows(
         self, source: Any, rows: tuple[Any, int], columns: tuple[Any, int], to: Any, barrier: Any
     ) -> None:

@@ -178,6 +178,8 @@ def _kernels(files: list[Path], device: Device, assembler: Path) -> Iterator[dic
             own = report[report.index(f"for {name}\n") :]
             registers = int(re.findall(r"Used (\d+) registers", own)[0])
             spills = sum(map(int, re.findall(r"(\d+) bytes spill", own)[:2]))
+            # Each instruction of the tensor cores is waited for then.
+            serial = re.search(rf"wgmma\S* instructions are serialized .*'{name}'", report)
             threads, shared = int(threads), int(shared)
             yield {
                 "kernel": name,
@@ -186,6 +188,7 @@ def _kernels(files: list[Path], device: Device, assembler: Path) -> Iterator[dic
                 "registers": registers,
                 "shared": shared,
                 "spills": spills,
+                "serial": bool(serial),
                 "programs": device.resident(registers, shared, threads),
             }
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from .._compat import Target, current_target, mosaic_refusals
 from . import reference, triton
 from .qtensor import QTensor
-from .stream import GROUP_SIZES, Stream, fitting
+from .stream import GROUP_SIZES, TILE, Stream, fitting
 from .stream_launch import products
 
 LEAST_ROWS, MOST_ROWS = 5, 64
@@ -66,6 +66,7 @@ def _streams(target: Target, rows: int, weights: Any) -> list[tuple[Stream, list
             and weight.zero is None
             and weight.input_scale is None
             and weight.scale.dtype == jnp.bfloat16
+            and weight.shape[0] % TILE == 0
         ):
             alike.setdefault((weight.bits, weight.group_size), []).append(index)
     found = []
@@ -73,6 +74,6 @@ def _streams(target: Target, rows: int, weights: Any) -> list[tuple[Stream, list
     for kind, which in alike.items():
         outputs = tuple(weights[index].shape[0] for index in which)
         stream = fitting(*kind, rows, weights[which[0]].inputs, outputs, target.cores, memory)
-        if not stream.oddities(memory):
+        if stream is not None:
             found.append((stream, which))
     return found

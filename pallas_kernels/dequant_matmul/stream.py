@@ -40,7 +40,7 @@ class Stream:
         group_size: inputs a group.
         rows: of inputs, M.
         inputs: of a row.
-        outputs: of each matrix.
+        outputs: of each matrix, whole tiles.
         splits: parts of the inputs, whose sums are added by a further launch.
         line: bytes of a row of a stage, of the words that are the same ones of each unit.
     """
@@ -95,8 +95,12 @@ class Stream:
 
     @property
     def span(self) -> int:
-        """Inputs of one scale that are summed together."""
-        return min(self.group_size, BLOCK)
+        """Inputs of one scale that are summed together.
+
+        There are two at once, and with more of them registers run out: then the compiler has each
+        instruction of the tensor cores waited for.
+        """
+        return min(self.group_size, SLAB)
 
     @property
     def tiles(self) -> tuple[int, ...]:
@@ -170,16 +174,13 @@ class Stream:
                 return stages
         return 0
 
-    def oddities(self, memory: int) -> list[str]:
-        """Why these sizes cannot be streamed; empty if they can."""
-        if self.inputs % (self.chunk * self.splits) or any(o % TILE for o in self.outputs):
-            return [
-                f"{list(self.outputs)}x{self.inputs} is not cut into {self.chunk * self.splits} "
-                f"inputs and {TILE} outputs"
-            ]
-        if self.stages(memory) < _LEAST_STAGES:
-            return [f"{self.rows} rows of {self.own} inputs leave too little of {memory} bytes"]
-        return []
+    def fits(self, cores: int, memory: int) -> bool:
+        """Whether inputs are cut into whole stages, with room for them and a program a part."""
+        return (
+            self.inputs % (self.chunk * self.splits) == 0
+            and self.splits * self.row_parts <= cores
+            and self.stages(memory) >= _LEAST_STAGES
+        )
 
 
 def fitting(
@@ -190,18 +191,19 @@ def fitting(
     outputs: tuple[int, ...],
     cores: int,
     memory: int,
-) -> Stream:
-    """The cut of a call: as few parts as shared memory allows, and programs with equal work."""
+) -> Stream | None:
+    """The cut of a call: as few parts as shared memory allows, and programs with equal work.
+
+    None where there is none: inputs are no whole stages, or rows leave too little shared memory.
+    """
     found = []
     for splits in (1, 2, 4, 8):
         for line in _LINES:
             stream = Stream(bits, group_size, rows, inputs, outputs, splits, line)
-            if not stream.oddities(memory):
+            if stream.fits(cores, memory):
                 programs = cores // (splits * stream.row_parts)
                 turns = -(-sum(stream.tiles) // programs)
                 found.append((turns * stream.own, splits, -line, stream))
         if found and sum(outputs) >= TILE * cores:
             break
-    if not found:
-        return Stream(bits, group_size, rows, inputs, outputs)
-    return min(found, key=lambda each: each[:3])[3]
+    return min(found, key=lambda each: each[:3])[3] if found else None

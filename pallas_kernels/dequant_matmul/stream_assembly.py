@@ -8,6 +8,7 @@ bits of each four units one.
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 from ..assembly import Assembly
@@ -42,30 +43,27 @@ def sums_of(stream: Stream) -> int:
     return 4 * stream.columns
 
 
-def multiply(stream: Stream, chunk: int) -> str:
+def multiply(stream: Stream) -> str:
     """Sums of a tile with those of one more chunk.
 
-    Gives `sums_of` float32; takes shared addresses of inputs, of the stage, and of the tile's
-    scales, and the sums so far.
+    Gives `sums_of` float32; takes shared addresses of the chunk's inputs, of the stage, and of the
+    chunk's scales of the tile's first output, and the sums so far.
     """
     a = Assembly()
     count = sums_of(stream)
     x, codes, scales, *totals = (f"${count + index}" for index in range(3 + count))
     place = _Place(a)
-    first = chunk * stream.groups * stream.blocks
-    cores = TensorCores(a, stream, place.group, x, first)
+    cores = TensorCores(a, stream, place.group, x)
     decoder = Decoder(a, stream.bits)
     words = _Words(a, stream, place, codes)
     # While tensor cores have one span, warps decode the next.
     before: tuple[list[str], list[str]] | None = None
     for block in range(stream.blocks):
         units = [words.of_block(block, row) for row in (0, 8)]
-        numbers = [_scales(a, stream, place, scales, first + block, row) for row in (0, 8)]
-        spans = BLOCK // stream.span
-        for span in range(spans):
-            each = len(units[0]) // spans
-            mine = [of_row[span * each :][:each] for of_row in units]
-            pairs = [[pair for unit in of_row for pair in decoder.pairs(unit)] for of_row in mine]
+        numbers = [_scales(a, stream, place, scales, block, row) for row in (0, 8)]
+        decoded = [(pair for unit in of_row for pair in decoder.pairs(unit)) for of_row in units]
+        for span in range(BLOCK // stream.span):
+            pairs = [list(itertools.islice(of_row, stream.span // 8)) for of_row in decoded]
             sums = cores.start(block, span, pairs)
             if before is not None:
                 cores.wait(1)
@@ -224,13 +222,13 @@ def _scales(
     a: Assembly, stream: Stream, place: _Place, scales: str, block: int, row: int
 ) -> list[str]:
     """Of all spans of a block, of one of two outputs, as float32."""
-    count = BLOCK // stream.span
+    count, spans = BLOCK // stream.group_size, stream.group_size // stream.span
     start = a.b32("mad.lo.u32", place.row, stream.scale_groups * 2, scales)
     start = a.b32("mad.lo.u32", place.group, stream.blocks * count * 2, start)
     offset = row * stream.scale_groups * 2 + block * count * 2
     if count == 1:
         word = a.b32("ld.shared.u16", f"[{start}+{offset}]")
-        return [a.f32("mov.b32", a.b32("shl.b32", word, 16))]
+        return [a.f32("mov.b32", a.b32("shl.b32", word, 16))] * spans
     found = []
     for both in a.load_shared(count // 2, start, offset):
         found += [a.b32("shl.b32", both, 16), a.b32("and.b32", both, "0xffff0000")]

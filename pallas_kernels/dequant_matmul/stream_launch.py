@@ -133,7 +133,7 @@ class _Plan:
                 tile = inside.sum(begin, index)
                 self._multiply(inside, index, tile, (split, first_row), outs, shared)
 
-    def _stage(self, inside: Inside, index: Any, chunk: int, bars: Any) -> tuple[Any, ...]:
+    def _stage(self, inside: Inside, index: Any, chunk: Any, bars: Any) -> tuple[Any, ...]:
         """Which stage, its barriers (full and empty), and the parity of the first."""
         turn, stage = inside.divided(
             inside.sum(inside.product(index, self.stream.chunks), chunk), self.stages
@@ -190,14 +190,20 @@ class _Plan:
             self._scales(inside, index, scales_here),
             inside.product(split, 2 * stream.scale_groups // stream.splits),
         )
-        sums = [inside.number(0)] * count
-        for chunk in range(stream.chunks):
+
+        def of_chunk(chunk: Any, *sums: Any) -> list[Any]:
             stage, full, empty, parity = self._stage(inside, index, chunk, bars)
             inside.assembly(_WAIT, full, parity)
             there = inside.shared_address(codes_here, inside.product(stage, stream.codes))
-            text = multiply(stream, chunk)
-            sums = inside.assembly(text, x, there, numbers, *sums, results=count)
+            inputs = inside.sum(x, inside.product(chunk, 2 * stream.own_rows * stream.chunk))
+            mine = inside.sum(numbers, inside.product(chunk, 2 * stream.chunk // stream.group_size))
+            operands = inputs, there, mine, *sums
+            made = inside.assembly(multiply(stream), *operands, results=count)
             inside.assembly(_GIVE_BACK, empty)
+            return made
+
+        # One after the other: unrolled, they would share addresses that there are no registers for.
+        sums = inside.repeated(stream.chunks, [0] * count, of_chunk)
         first, out, width = None, None, None
         for (begin, _), ref, outputs in zip(self.pieces, outs, stream.outputs, strict=True):
             own = inside.product(inside.sum(tile, -begin), TILE)

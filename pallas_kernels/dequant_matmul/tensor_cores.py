@@ -16,18 +16,16 @@ class TensorCores:
         a: to which instructions are added.
         stream: see there.
         group: of warps, which the thread is of.
-        x: shared address of the program's inputs.
-        first: block of the chunk.
+        x: shared address of the chunk's inputs.
     """
 
-    def __init__(self, a: Assembly, stream: Stream, group: str, x: str, first: int):
+    def __init__(self, a: Assembly, stream: Stream, group: str, x: str):
         self._a, self._stream = a, stream
         self._slab = stream.own_rows * SLAB_BYTES
         of_block = BLOCK // SLAB * self._slab
         # As one number of a warp, so that descriptions are made once for all its threads.
         group = a.b32("shfl.sync.idx.b32", group, 0, 31, "0xffffffff")
         start = a.b32("mad.lo.u32", group, stream.blocks * of_block, x)
-        start = a.b32("add.u32", start, first * of_block)
         # What describes inputs: where, in 16 bytes; 1,024 from eight rows to the next; 128 in a
         # row, whose pieces of 16 bytes are in another order in each of eight rows.
         self._lower = a.b32("lop3.b32", a.b32("shr.u32", start, 4), "0x00003FFF", 1 << 16, "0xEA")

@@ -98,3 +98,23 @@ def test_without_an_assembler_both_ways_to_have_one_are_said(monkeypatch):
         compile_for_gpu._assembler()
     for words in ("jax-cuda12-pjrt==", "nvidia-cuda-nvcc-cu12", "jax-cuda13-pjrt==", "nvidia-nvvm"):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_tensor_cores_that_are_waited_for_are_said(tmp_path, serial):
+    why = "wgmma.mma_async instructions are serialized due to insufficient register resources"
+    lines = [f"ptxas info : (C7512) Potential Performance Loss: {why} for the function 'mine'"]
+    lines = lines * serial + [
+        "ptxas info : Function properties for mine",
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
+        "ptxas info : Used 96 registers, used 16 barriers",
+    ]
+    assembler, ptx = tmp_path / "ptxas", tmp_path / "mine.ptx"
+    text = "\n".join(lines)
+    assembler.write_text(f'#!/bin/sh\ncat >&2 <<"END"\n{text}\nEND\n')
+    assembler.chmod(0o755)
+    ptx.write_text(".visible .entry mine()\n.maxntid 640, 1, 1\n")
+    ptx.with_suffix(".resources.txt").write_text("smem_scratch_bytes=1024")
+    [found] = compile_for_gpu._kernels([ptx], DEVICES["h200"], assembler)
+    assert found["serial"] == serial
+    assert (found["registers"], found["spills"]) == (96, 0)

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels._compat import H200
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
-from pallas_kernels.dequant_matmul.stream import BLOCK, TILE, Stream
+from pallas_kernels.dequant_matmul.stream import BLOCK, GROUP_SIZES, TILE, Stream
 from pallas_kernels.dequant_matmul.stream_assembly import finish, multiply, slot, sums_of
 from pallas_kernels.dequant_matmul.stream_inputs import spread
 from tests.pallas_kernels.memory import Memory
@@ -57,7 +57,7 @@ def _run(
     text = "\n".join(["{", *declared, *text.splitlines()[1:]])
     made = Threads(np.arange(threads), (), registers, memory, shared).run(text)
     # Scales of a row lie side by side, and so in the same banks as those of other rows.
-    scales = {1: "u16", 2: "b32", 4: "v2.b32"}[BLOCK // stream.span]
+    scales = {1: "u16", 2: "b32", 4: "v2.b32"}[BLOCK // stream.group_size]
     assert not made.conflicts - {f"ld.shared.{scales}"}, made.conflicts
     return [made.registers[f"%g{index}"] for index in range(results)]
 
@@ -80,7 +80,7 @@ def test_products_of_a_tile(stream, size):
     scales = rng.normal(size=(outputs, stream.scale_groups)).astype(BFLOAT16)
     x = (rng.normal(size=(stream.rows, stream.inputs)) / stream.inputs**0.5).astype(BFLOAT16)
     words = pack(codes, stream.bits)
-    assert not stream.oddities(H200.shared_memory)
+    assert stream.fits(H200.cores, H200.shared_memory)
     split, tile, first_row = stream.splits - 1, 1, (stream.row_parts - 1) * stream.own_rows
     held, stage = 1024, 1024 + -(-stream.held // 1024) * 1024
     # Not where the order of pieces begins.
@@ -106,8 +106,10 @@ def test_products_of_a_tile(stream, size):
         for word in range(stream.bits):
             piece = np.ascontiguousarray(words[rows, word, at : at + units])
             _put_box(shared, stage + slot(stream, word) * stream.box, piece, stream.line)
-        given = [held, stage, own, *totals]
-        totals = _run(stream, multiply(stream, chunk), given, shared, memory, sums_of(stream))
+        inputs = held + chunk * stream.chunk * stream.own_rows * 2
+        mine = own + chunk * stream.chunk // stream.group_size * 2
+        given = [inputs, stage, mine, *totals]
+        totals = _run(stream, multiply(stream), given, shared, memory, sums_of(stream))
     given = [sums, tile * TILE, first_row, np.uint64(RESULTS), outputs, *totals]
     _run(stream, finish(stream, size), given, shared, memory)
 
@@ -124,3 +126,14 @@ def test_products_of_a_tile(stream, size):
     np.testing.assert_allclose(
         found[first_row:, rows].astype(np.float64), wanted, rtol=share, atol=1e-6 * scale
     )
+
+
+@pytest.mark.parametrize("rows", [8, 16, 24, 32])
+@pytest.mark.parametrize("bits", GROUP_SIZES)
+def test_tensor_cores_leave_registers(bits, rows):
+    """With less than a third of them left, the compiler waits for each instruction by itself."""
+    for group in GROUP_SIZES[bits]:
+        stream = Stream(bits, group, rows, 2048, ())
+        # Totals, and twice sums of a span and its pairs for two outputs by four threads.
+        own = 4 * stream.columns + 2 * (4 * stream.columns + stream.span // 4)
+        assert own <= 65536 // stream.threads // 8 * 8 * 2 // 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from pallas_kernels._compat import H200, lower_for_cuda
 from pallas_kernels.dequant_matmul import mosaic_gpu
 from pallas_kernels.dequant_matmul.api import OPERATION
 from pallas_kernels.dequant_matmul.specs import Matrix, Spec
+from pallas_kernels.dequant_matmul.stream import fitting
 from pallas_kernels.testing import norm_error
 from tests.pallas_kernels.expert_calls import filled
 
@@ -58,6 +60,29 @@ def test_streams_lower_for_cuda(name):
 )
 def test_what_is_not_streamed(spec, reason):
     assert reason in "; ".join(mosaic_gpu.refusals(H200, *spec.arguments(), **spec.settings()))
+
+
+@needs_mosaic
+def test_whole_tiles_stream_beside_others():
+    """Outputs that are no whole tiles are Triton's, and what is beside them is not."""
+    spec = Spec(8, 1024, (Matrix(72, 4, 64), Matrix(128, 4, 64)))
+    run = functools.partial(OPERATION, implementation=None, **spec.settings())
+    text = lower_for_cuda(run, *spec.arguments())
+    assert text.count("mosaic_gpu_v2") == text.count("xla.gpu.triton") == 1
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rows", [5, 33])
+@pytest.mark.parametrize("cores", [1, 2, 7, 16])
+def test_few_multiprocessors(rows, cores):
+    """Each part of rows and inputs has a program, or the call is refused."""
+    target = dataclasses.replace(H200, cores=cores)
+    for inputs in (512, 4096, 8192):
+        spec = Spec(rows, inputs, (Matrix(128, 8, 64),))
+        reasons = mosaic_gpu.refusals(target, *spec.arguments(), **spec.settings())
+        stream = fitting(8, 64, rows, inputs, (128,), cores, target.shared_memory)
+        assert bool(reasons) == (stream is None)
+        assert stream is None or stream.splits * stream.row_parts <= cores
 
 
 @pytest.mark.gpu
