@@ -15,6 +15,24 @@ import jax.numpy as jnp
 
 # Threads that the backend counts as one of its own.
 WARPGROUP = 128
+# Waits until a barrier's phase of a parity is over.
+_WAIT = """{
+.reg .pred over;
+WAIT:
+mbarrier.try_wait.parity.shared.b64 over, [$0], $1;
+@!over bra WAIT;
+}"""
+_EXPECT = "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [$0], $1; }"
+_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+_GIVE_BACK = """{
+.reg .b64 state;
+.reg .b32 lane;
+.reg .pred first;
+bar.warp.sync 0xffffffff;
+mov.u32 lane, %laneid;
+setp.eq.u32 first, lane, 0;
+@first mbarrier.arrive.shared.b64 state, [$0];
+}"""
 
 
 class Inside:
@@ -107,6 +125,22 @@ class Inside:
         if results < 2:
             return [found] * results
         return [self._llvm.extractvalue(self._word, found, [i]) for i in range(results)]
+
+    def wait(self, barrier: Any, parity: Any) -> None:
+        """Until the phase of a parity of a barrier in shared memory is over."""
+        self.assembly(_WAIT, barrier, parity)
+
+    def expect(self, barrier: Any, count: Any) -> None:
+        """Arrives at a barrier, whose phase lasts until so many bytes have come; by one thread."""
+        self.assembly(_EXPECT, barrier, self._value(count))
+
+    def copy(self, to: Any, source: Any, count: Any, barrier: Any) -> None:
+        """Asks the copy engine for so many bytes, which a barrier counts; by one thread."""
+        self.assembly(_COPY, to, source, self._value(count), barrier)
+
+    def give_back(self, barrier: Any) -> None:
+        """Arrives at a barrier as soon as all threads of the warp are here."""
+        self.assembly(_GIVE_BACK, barrier)
 
     @contextlib.contextmanager
     def when(self, condition: Any) -> Iterator[None]:

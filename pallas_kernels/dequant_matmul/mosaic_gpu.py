@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 from .._compat import Target, current_target, mosaic_refusals
 from . import reference, triton
 from .qtensor import QTensor
-from .stream import GROUP_SIZES, TILE, Stream, fitting
+from .stream import GROUP_SIZES, Stream, fitting
 from .stream_launch import products
+from .tensor_cores import TILE
 
 LEAST_ROWS, MOST_ROWS = 5, 64
 

@@ -10,24 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from .layout import UNIT
+from .stages import LINES, PRODUCERS, WARP, Stage
+from .tensor_cores import COLUMNS, SLAB, TILE, WARPS
 
-# Outputs of a tile: the tensor cores' rows. Rows of inputs are their columns, eight together.
-TILE, COLUMNS = 64, 8
 # Of a program: with more, inputs would leave no room for stages.
 MOST_ROWS = 32
-# Inputs whose words a thread reads together: four units, 16 bytes of each of their words.
-BLOCK = 4 * UNIT
-# Inputs of a row that lie together, in as many bytes as the tensor cores' order repeats in.
-SLAB, SLAB_BYTES = 64, 128
-# Number of the barrier of the threads that multiply.
-CONSUMERS = 8
 # By bits of a code. At 3 bits a thread has a whole unit, so that four share a group.
 GROUP_SIZES = {3: (128,), 4: (32, 64, 128), 8: (32, 64, 128)}
-WARPS = 4  # of a group
-# Bytes of a stage's row, of the words that are the same ones of each unit.
-_LINES = (128, 64)
-_WARP, _PRODUCERS = 32, 128
 _MOST_STAGES, _LEAST_STAGES = 6, 2
 
 
@@ -51,7 +40,7 @@ class Stream:
     inputs: int
     outputs: tuple[int, ...]
     splits: int = 1
-    line: int = _LINES[0]
+    line: int = LINES[0]
 
     @property
     def row_parts(self) -> int:
@@ -79,19 +68,19 @@ class Stream:
         return self.inputs // self.splits
 
     @property
-    def chunk(self) -> int:
-        """Inputs of a stage."""
-        return self.line // 4 * UNIT
+    def stage(self) -> Stage:
+        """A chunk of the inputs of a tile."""
+        return Stage(self.bits, TILE, self.line)
 
     @property
     def chunks(self) -> int:
         """Stages of a tile."""
-        return self.own // self.chunk
+        return self.own // self.stage.inputs
 
     @property
     def blocks(self) -> int:
         """Of a stage, for each group of warps."""
-        return self.chunk // BLOCK // self.groups
+        return self.stage.blocks // self.groups
 
     @property
     def span(self) -> int:
@@ -106,30 +95,6 @@ class Stream:
     def tiles(self) -> tuple[int, ...]:
         """Of each matrix."""
         return tuple(outputs // TILE for outputs in self.outputs)
-
-    @property
-    def box_rows(self) -> int:
-        """Rows of a stage from one box to the next; a box has the same words of all units.
-
-        Threads that read one piece of four boxes at once find it in other banks of each: what the
-        copy engine does to the order of pieces follows the address.
-        """
-        return TILE if self.bits == 3 else TILE + 2
-
-    @property
-    def box(self) -> int:
-        """Bytes from one box to the next."""
-        return self.box_rows * self.line
-
-    @property
-    def codes(self) -> int:
-        """Bytes of a stage."""
-        return self.bits * self.box
-
-    @property
-    def copied(self) -> int:
-        """Bytes that come into one."""
-        return self.bits * TILE * self.line
 
     @property
     def scale_groups(self) -> int:
@@ -149,17 +114,17 @@ class Stream:
     @property
     def sums(self) -> int:
         """Bytes in which groups of warps give each other the sums that others finish."""
-        return (self.groups - 1) * WARPS * _WARP * self.columns * 16
+        return (self.groups - 1) * WARPS * WARP * self.columns * 16
 
     @property
     def consumers(self) -> int:
         """Threads that multiply."""
-        return self.groups * WARPS * _WARP
+        return self.groups * WARPS * WARP
 
     @property
     def threads(self) -> int:
         """Of a program."""
-        return self.consumers + _PRODUCERS
+        return self.consumers + PRODUCERS
 
     def scale_places(self, stages: int) -> int:
         """For how many tiles there is room for scales: what is asked for ahead needs its own."""
@@ -169,7 +134,7 @@ class Stream:
         """How many chunks fit into so many bytes of shared memory."""
         others = self.held + self.sums + 5 * 1024
         for stages in range(_MOST_STAGES, 0, -1):
-            own = stages * self.codes + self.scale_places(stages) * self.scales
+            own = stages * self.stage.size + self.scale_places(stages) * self.scales
             if own + others <= memory:
                 return stages
         return 0
@@ -177,7 +142,7 @@ class Stream:
     def fits(self, cores: int, memory: int) -> bool:
         """Whether inputs are cut into whole stages, with room for them and a program a part."""
         return (
-            self.inputs % (self.chunk * self.splits) == 0
+            self.inputs % (self.stage.inputs * self.splits) == 0
             and self.splits * self.row_parts <= cores
             and self.stages(memory) >= _LEAST_STAGES
         )
@@ -198,7 +163,7 @@ def fitting(
     """
     found = []
     for splits in (1, 2, 4, 8):
-        for line in _LINES:
+        for line in LINES:
             stream = Stream(bits, group_size, rows, inputs, outputs, splits, line)
             if stream.fits(cores, memory):
                 programs = cores // (splits * stream.row_parts)

@@ -8,34 +8,15 @@ bits of each four units one.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import struct
 
 from ..assembly import Assembly
 from .pairs_assembly import FACTORS, Decoder
-from .stream import BLOCK, COLUMNS, CONSUMERS, WARPS, Stream
-from .tensor_cores import TensorCores
-
-# Number of the barrier of all threads.
-_ALL = 15
-
-
-def setup(stream: Stream, stages: int) -> str:
-    """Barriers: of each stage that it is full, then that it is empty; all threads wait for it.
-
-    Takes their shared address.
-    """
-    a = Assembly()
-    # XLA may launch this one while the launch before is under way.
-    a.do("griddepcontrol.wait")
-    thread = a.b32("mov.u32", "%tid.x")
-    first = a.holds("eq.u32", thread, 0)
-    for place in range(2 * stages):
-        count = 1 if place < stages else stream.consumers // 32
-        a.do("mbarrier.init.shared.b64", f"[$0+{8 * place}]", count, when=first)
-    a.do("fence.mbarrier_init.release.cluster", when=first)
-    a.do("bar.sync", _ALL, stream.threads)
-    return str(a)
+from .stage_words import Words, scales
+from .stages import CONSUMERS
+from .stream import Stream
+from .tensor_cores import BLOCK, COLUMNS, WARPS, TensorCores, multiplied, of_warps
 
 
 def sums_of(stream: Stream) -> int:
@@ -51,37 +32,23 @@ def multiply(stream: Stream) -> str:
     """
     a = Assembly()
     count = sums_of(stream)
-    x, codes, scales, *totals = (f"${count + index}" for index in range(3 + count))
+    x, codes, numbers_here, *totals = (f"${count + index}" for index in range(3 + count))
     place = _Place(a)
-    cores = TensorCores(a, stream, place.group, x)
-    decoder = Decoder(a, stream.bits)
-    words = _Words(a, stream, place, codes)
-    # While tensor cores have one span, warps decode the next.
-    before: tuple[list[str], list[str]] | None = None
-    for block in range(stream.blocks):
-        units = [words.of_block(block, row) for row in (0, 8)]
-        numbers = [_scales(a, stream, place, scales, block, row) for row in (0, 8)]
-        decoded = [(pair for unit in of_row for pair in decoder.pairs(unit)) for of_row in units]
-        for span in range(BLOCK // stream.span):
-            pairs = [list(itertools.islice(of_row, stream.span // 8)) for of_row in decoded]
-            sums = cores.start(block, span, pairs)
-            if before is not None:
-                cores.wait(1)
-                totals = _added(a, totals, *before)
-            before = sums, [of_row[span] for of_row in numbers]
-    assert before is not None
-    cores.wait(0)
-    for index, total in enumerate(_added(a, totals, *before)):
+    of_block = BLOCK * stream.own_rows * 2
+    inputs = a.b32("mad.lo.u32", of_warps(a, place.group), stream.blocks * of_block, x)
+    cores = TensorCores(a, stream.own_rows, stream.span, inputs)
+    first = a.b32("mul.lo.u32", place.group, stream.blocks)
+    words = Words(a, stream.stage, codes, place.row, place.thread, first)
+    numbers = _Scales(a, stream, place, numbers_here)
+
+    def of(block: int) -> tuple[list[list[list[str]]], list[list[str]]]:
+        return [words.of_block(block, row) for row in (0, 8)], numbers.of_block(block)
+
+    blocks = [functools.partial(of, block) for block in range(stream.blocks)]
+    totals = multiplied(a, cores, Decoder(a, stream.bits), blocks, totals)
+    for index, total in enumerate(totals):
         a.do("mov.b32", f"${index}", total)
     return str(a)
-
-
-def _added(a: Assembly, totals: list[str], sums: list[str], numbers: list[str]) -> list[str]:
-    """Totals with a span's sums times the scales of a thread's outputs."""
-    return [
-        a.f32("fma.rn.f32", each, numbers[index // 2 % 2], total)
-        for index, (each, total) in enumerate(zip(sums, totals, strict=True))
-    ]
 
 
 def finish(stream: Stream, size: int) -> str:
@@ -175,64 +142,32 @@ class _Place:
         self.row = a.b32("mad.lo.u32", band, 16, a.b32("shr.u32", lane, 2))
 
 
-class _Words:
-    """A thread's words of a stage.
+class _Scales:
+    """Of a thread's two outputs.
 
     Args:
         a: to which instructions are added.
         stream: see there.
         place: of the thread.
-        codes: shared address of the stage.
+        scales: shared address of the chunk's, of the tile's first output.
     """
 
-    def __init__(self, a: Assembly, stream: Stream, place: _Place, codes: str):
+    def __init__(self, a: Assembly, stream: Stream, place: _Place, scales: str):
         self._a, self._stream = a, stream
-        self._row = a.b32("mad.lo.u32", place.row, stream.line, codes)
-        if stream.bits != 3:
-            self._row = a.b32("mad.lo.u32", place.thread, stream.box, self._row)
-        # The copy engine's order of pieces follows the address.
-        pieces = stream.line // 16
-        turned = a.b32("bfe.u32", self._row, 7, pieces.bit_length() - 1)
-        first = a.b32("mul.lo.u32", place.group, stream.blocks)
-        self._first = a.b32("shl.b32", a.b32("xor.b32", first, turned), 4)
-        self._within = a.b32("shl.b32", place.thread, 2)
+        self._count = BLOCK // stream.group_size
+        row = a.b32("mad.lo.u32", place.row, stream.scale_groups * 2, scales)
+        self._start = a.b32("mad.lo.u32", place.group, stream.blocks * self._count * 2, row)
 
-    def of_block(self, block: int, row: int) -> list[list[str]]:
-        """Of one of its outputs: of four units what it takes of each, or all of its one."""
-        a, stream = self._a, self._stream
-        start = a.b32("add.u32", a.b32("xor.b32", self._first, 16 * block), self._row)
-        offset = row * stream.line
-        if stream.bits == 3:
-            start = a.b32("add.u32", start, self._within)
-            return [[a.load_shared(1, start, offset + w * stream.box)[0] for w in range(3)]]
-        boxes = (
-            a.load_shared(4, start, offset + 4 * w * stream.box) for w in range(stream.bits // 4)
-        )
-        return [list(unit) for unit in zip(*boxes, strict=True)]
-
-
-def slot(stream: Stream, word: int) -> int:
-    """Which box has a word of all units: those that four threads read at once are neighbours."""
-    if stream.bits != 8:
-        return word
-    return word // 2 + 4 * (word % 2)
-
-
-def _scales(
-    a: Assembly, stream: Stream, place: _Place, scales: str, block: int, row: int
-) -> list[str]:
-    """Of all spans of a block, of one of two outputs, as float32."""
-    count, spans = BLOCK // stream.group_size, stream.group_size // stream.span
-    start = a.b32("mad.lo.u32", place.row, stream.scale_groups * 2, scales)
-    start = a.b32("mad.lo.u32", place.group, stream.blocks * count * 2, start)
-    offset = row * stream.scale_groups * 2 + block * count * 2
-    if count == 1:
-        word = a.b32("ld.shared.u16", f"[{start}+{offset}]")
-        return [a.f32("mov.b32", a.b32("shl.b32", word, 16))] * spans
-    found = []
-    for both in a.load_shared(count // 2, start, offset):
-        found += [a.b32("shl.b32", both, 16), a.b32("and.b32", both, "0xffff0000")]
-    return [a.f32("mov.b32", half) for half in found]
+    def of_block(self, block: int) -> list[list[str]]:
+        """See `multiplied`."""
+        stream = self._stream
+        both = []
+        for row in (0, 8):
+            offset = row * stream.scale_groups * 2 + block * self._count * 2
+            both.append(scales(self._a, self._count, self._start, offset))
+        spans = stream.group_size // stream.span
+        pairs = [pair for pair in zip(*both, strict=True) for _ in range(spans)]
+        return [[first, first, second, second] for first, second in pairs]
 
 
 def _float(number: float) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ..assembly import Assembly, braces
-from .stream import BLOCK, CONSUMERS, SLAB, SLAB_BYTES, Stream
+from .stages import CONSUMERS
+from .stream import Stream
+from .tensor_cores import BLOCK, SLAB, SLAB_BYTES
 
 # Eight inputs, which are two steps of one thread at the tensor cores; so many make a slab of a row.
 _PIECE, _PIECES = 8, 8

@@ -14,27 +14,11 @@ from .._compat import Target
 from ..mosaic import Inside, bytes_of
 from .layout import UNIT
 from .qtensor import QTensor
-from .stream import TILE, Stream
-from .stream_assembly import finish, multiply, setup, slot, sums_of
+from .stages import setup
+from .stream import Stream
+from .stream_assembly import finish, multiply, sums_of
 from .stream_inputs import spread
-
-_WAIT = """{
-.reg .pred over;
-WAIT:
-mbarrier.try_wait.parity.shared.b64 over, [$0], $1;
-@!over bra WAIT;
-}"""
-_EXPECT = "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [$0], $1; }"
-_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-_GIVE_BACK = """{
-.reg .b64 state;
-.reg .b32 lane;
-.reg .pred first;
-bar.warp.sync 0xffffffff;
-mov.u32 lane, %laneid;
-setp.eq.u32 first, lane, 0;
-@first mbarrier.arrive.shared.b64 state, [$0];
-}"""
+from .tensor_cores import TILE
 
 
 def products(
@@ -92,7 +76,7 @@ class _Plan:
             for outputs in stream.outputs
         ]
         self.places = stream.scale_places(stages)
-        boxes = stages, stream.bits, stream.box_rows, stream.line // 4
+        boxes = stages, stream.bits, stream.stage.box_rows, stream.line // 4
         self.shared = [
             jax.ShapeDtypeStruct(boxes, jnp.uint32),
             bytes_of(stream.held),
@@ -109,7 +93,7 @@ class _Plan:
         x, codes, scales = refs[0], refs[1 : 1 + count], refs[1 + count : 1 + 2 * count]
         outs, shared = refs[1 + 2 * count : 1 + 3 * count], refs[1 + 3 * count :]
         held, bars = shared[1], shared[4]
-        inside.assembly(setup(stream, self.stages), inside.shared_address(bars))
+        inside.assembly(setup(self.stages, stream.consumers), inside.shared_address(bars))
         # Programs of the same codes are neighbours: the second one finds them in the cache.
         rest, part = inside.divided(inside.program, stream.row_parts)
         split, place = inside.divided(rest, self.each)
@@ -161,9 +145,9 @@ class _Plan:
         """For a chunk of a tile, as soon as its stage is free."""
         stream, (codes_here, _, scales_here, _, bars) = self.stream, shared
         stage, full, empty, parity = self._stage(inside, index, chunk, bars)
-        inside.assembly(_WAIT, empty, inside.sum(1, inside.product(-1, parity)))
-        size = stream.copied + (0 if chunk else stream.scales)
-        inside.assembly(_EXPECT, full, inside.number(size))
+        inside.wait(empty, inside.sum(1, inside.product(-1, parity)))
+        size = stream.stage.copied + (0 if chunk else stream.scales)
+        inside.expect(full, size)
         units, width = stream.inputs // UNIT, stream.line // 4
         column = inside.sum(inside.product(split, stream.own // UNIT), chunk * width)
         for (begin, end), words, numbers in zip(self.pieces, codes, scales, strict=True):
@@ -172,12 +156,12 @@ class _Plan:
                 first = inside.product(inside.sum(tile, -begin), TILE)
                 for word in range(stream.bits):
                     columns = inside.sum(column, word * units), width
-                    to = codes_here, (stage, slot(stream, word), 0)
+                    to = codes_here, (stage, stream.stage.slot(word), 0)
                     inside.copy_rows(words, (first, TILE), columns, to, (bars, stage))
                 if chunk == 0:
                     there = self._scales(inside, index, scales_here)
                     source = inside.row_address(numbers, first, 2 * stream.scale_groups)
-                    inside.assembly(_COPY, there, source, inside.number(stream.scales), full)
+                    inside.copy(there, source, stream.scales, full)
 
     def _multiply(
         self, inside: Inside, index: Any, tile: Any, own: Any, outs: Any, shared: Any
@@ -193,13 +177,15 @@ class _Plan:
 
         def of_chunk(chunk: Any, *sums: Any) -> list[Any]:
             stage, full, empty, parity = self._stage(inside, index, chunk, bars)
-            inside.assembly(_WAIT, full, parity)
-            there = inside.shared_address(codes_here, inside.product(stage, stream.codes))
-            inputs = inside.sum(x, inside.product(chunk, 2 * stream.own_rows * stream.chunk))
-            mine = inside.sum(numbers, inside.product(chunk, 2 * stream.chunk // stream.group_size))
+            inside.wait(full, parity)
+            there = inside.shared_address(codes_here, inside.product(stage, stream.stage.size))
+            inputs = inside.sum(x, inside.product(chunk, 2 * stream.own_rows * stream.stage.inputs))
+            mine = inside.sum(
+                numbers, inside.product(chunk, 2 * stream.stage.inputs // stream.group_size)
+            )
             operands = inputs, there, mine, *sums
             made = inside.assembly(multiply(stream), *operands, results=count)
-            inside.assembly(_GIVE_BACK, empty)
+            inside.give_back(empty)
             return made
 
         # One after the other: unrolled, they would share addresses that there are no registers for.

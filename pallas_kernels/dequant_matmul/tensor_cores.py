@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from ..assembly import Assembly, braces
-from .stream import BLOCK, SLAB, SLAB_BYTES, TILE, Stream
+import itertools
+from collections.abc import Callable, Sequence
 
+from ..assembly import Assembly, braces
+from .layout import UNIT
+from .pairs_assembly import Decoder
+
+# Outputs of an instruction. Rows of inputs are its columns, eight together.
+TILE, COLUMNS = 64, 8
+WARPS = 4  # of a group
+# Inputs whose words a thread reads together: four units, 16 bytes of each of their words.
+BLOCK = 4 * UNIT
+# Inputs of a row that lie together, in as many bytes as the tensor cores' order repeats in.
+SLAB, SLAB_BYTES = 64, 128
 # Inputs of one instruction.
 _STEP = 16
 
 
 class TensorCores:
-    """Products of spans.
+    """Products of spans: inputs that are summed before they meet a scale.
 
     Args:
         a: to which instructions are added.
-        stream: see there.
-        group: of warps, which the thread is of.
-        x: shared address of the chunk's inputs.
+        rows: of inputs, a multiple of `COLUMNS`.
+        span: inputs of one.
+        inputs: shared address of the group's first block, alike in all its threads. Eight rows of
+            a slab are 1,024 bytes, in which pieces of 16 bytes have another place in each row.
+
+    Attributes:
+        span: see there.
     """
 
-    def __init__(self, a: Assembly, stream: Stream, group: str, x: str):
-        self._a, self._stream = a, stream
-        self._slab = stream.own_rows * SLAB_BYTES
-        of_block = BLOCK // SLAB * self._slab
-        # As one number of a warp, so that descriptions are made once for all its threads.
-        group = a.b32("shfl.sync.idx.b32", group, 0, 31, "0xffffffff")
-        start = a.b32("mad.lo.u32", group, stream.blocks * of_block, x)
+    def __init__(self, a: Assembly, rows: int, span: int, inputs: str):
+        self._a, self._rows, self.span = a, rows, span
         # What describes inputs: where, in 16 bytes; 1,024 from eight rows to the next; 128 in a
         # row, whose pieces of 16 bytes are in another order in each of eight rows.
-        self._lower = a.b32("lop3.b32", a.b32("shr.u32", start, 4), "0x00003FFF", 1 << 16, "0xEA")
+        self._lower = a.b32("lop3.b32", a.b32("shr.u32", inputs, 4), "0x00003FFF", 1 << 16, "0xEA")
         self._upper = a.b32("mov.b32", 1 << 30 | 1024 >> 4)
-        self._sums = [a.registers("f32", 4 * stream.columns) for _ in range(2)]
+        self._sums = [a.registers("f32", rows // 2) for _ in range(2)]
         self._turn = 0
         zero = a.b32("mov.b32", 0)
         self._continues = [a.holds(f"{way}.u32", zero, 0) for way in ("ne", "eq")]
@@ -39,26 +49,24 @@ class TensorCores:
         """Begins with the sums of a span.
 
         Args:
-            block: of the group's, in the chunk.
+            block: of the group's.
             span: of the block.
             pairs: of the span, of both of a thread's outputs.
         """
         a, sums = self._a, self._sums[self._turn]
         self._turn = 1 - self._turn
-        steps = self._stream.span // _STEP
         a.do("wgmma.fence.sync.aligned")
-        for step in range(steps):
+        for step in range(self.span // _STEP):
             values = [of_row[2 * step + k] for k in (0, 1) for of_row in pairs]
-            slab, within = divmod(span * self._stream.span + step * _STEP, SLAB)
-            offset = (block * (BLOCK // SLAB) + slab) * self._slab + within * 2
+            slab, within = divmod(block * BLOCK + span * self.span + step * _STEP, SLAB)
+            offset = slab * self._rows * SLAB_BYTES + within * 2
             lower = a.b32("add.u32", self._lower, offset >> 4)
-            inputs = a.b64("mov.b64", braces([lower, self._upper]))
-            continues = self._continues[step > 0]
-            shape = f"m{TILE}n{self._stream.own_rows}k{_STEP}"
+            described = a.b64("mov.b64", braces([lower, self._upper]))
+            shape = f"m{TILE}n{self._rows}k{_STEP}"
             a.do(
                 f"wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16",
                 *map(braces, (sums, values)),
-                *(inputs, continues, 1, 1, 0),
+                *(described, self._continues[step > 0], 1, 1, 0),
             )
         a.do("wgmma.commit_group.sync.aligned")
         return sums
@@ -66,3 +74,50 @@ class TensorCores:
     def wait(self, left: int) -> None:
         """Until no more than so many spans are under way."""
         self._a.do("wgmma.wait_group.sync.aligned", left)
+
+
+def of_warps(a: Assembly, number: str) -> str:
+    """A number that is alike in a warp, so that the compiler knows it."""
+    return a.b32("shfl.sync.idx.b32", number, 0, 31, "0xffffffff")
+
+
+def multiplied(
+    a: Assembly,
+    cores: TensorCores,
+    decoder: Decoder,
+    blocks: Sequence[Callable[[], tuple[list[list[list[str]]], list[list[str]]]]],
+    totals: list[str],
+) -> list[str]:
+    """Sums so far with those of some blocks; while tensor cores have a span, the next is decoded.
+
+    Args:
+        a: to which instructions are added.
+        cores: that multiply.
+        decoder: of codes.
+        blocks: each gives words of units, of both of a thread's outputs; and the scales of each
+            span, of four sums: of the first output with an even row and with an odd one, and of
+            the second.
+        totals: so far.
+    """
+    before: tuple[list[str], list[str]] | None = None
+    for block, read in enumerate(blocks):
+        units, scales = read()
+        decoded = [(pair for unit in of_row for pair in decoder.pairs(unit)) for of_row in units]
+        for span, numbers in enumerate(scales):
+            pairs = [list(itertools.islice(of_row, cores.span // 8)) for of_row in decoded]
+            sums = cores.start(block, span, pairs)
+            if before is not None:
+                cores.wait(1)
+                totals = _added(a, totals, *before)
+            before = sums, numbers
+    assert before is not None
+    cores.wait(0)
+    return _added(a, totals, *before)
+
+
+def _added(a: Assembly, totals: list[str], sums: list[str], numbers: list[str]) -> list[str]:
+    """Totals with a span's sums times scales."""
+    return [
+        a.f32("fma.rn.f32", each, numbers[index % 4], total)
+        for index, (each, total) in enumerate(zip(sums, totals, strict=True))
+    ]

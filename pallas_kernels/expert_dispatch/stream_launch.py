@@ -15,16 +15,6 @@ from ..mosaic import Inside, bytes_of
 from .stream import MOST_EXPERTS, ROWS, Stream
 from .stream_assembly import barriers, multiply, setup
 
-# Waits until a barrier's phase of a parity is over.
-_WAIT = """{
-.reg .pred over;
-WAIT:
-mbarrier.try_wait.parity.shared.b64 over, [$0], $1;
-@!over bra WAIT;
-}"""
-_EXPECT = "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [$0], $1; }"
-_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-
 
 def products(
     stream: Stream,
@@ -125,8 +115,8 @@ class _Plan:
         full, empty = item.barriers(bars)
         row = inside.row_address(slots, item.row, 4 * ROWS)
         mine = inside.assembly("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", row, results=ROWS)
-        inside.assembly(_WAIT, empty, item.before)
-        inside.assembly(_EXPECT, full, inside.number(stream.codes + stream.scales))
+        inside.wait(empty, item.before)
+        inside.expect(full, stream.codes + stream.scales)
         base = inside.sum(inside.product(item.expert, self.rows), item.first)
         for first, count, to in self.pieces:
             rows = inside.sum(base, first), count
@@ -139,19 +129,19 @@ class _Plan:
                 scales_here, inside.product(item.stage, stream.scales), to * each
             )
             source = inside.row_address(scales, rows[0], each)
-            inside.assembly(_COPY, there, source, inside.number(count * each), full)
+            inside.copy(there, source, count * each, full)
         # Inputs of a row's first item here serve the others.
         with inside.when(item.fresh):
             filled = [inside.less(slot, stream.slots) for slot in mine]
             tokens = inside.sum(*map(inside.one_if, filled))
             come = item.inputs_barrier(bars)
-            inside.assembly(_EXPECT, come, inside.product(tokens, stream.token))
+            inside.expect(come, inside.product(tokens, stream.token))
             for index, (slot, condition) in enumerate(zip(mine, filled, strict=True)):
                 with inside.when(condition):
                     token, _ = inside.divided(slot, stream.slots_of_token)
                     there = inside.sum(item.inputs(x_here), index * stream.token)
                     source = inside.row_address(x, token, stream.token)
-                    inside.assembly(_COPY, there, source, inside.number(stream.token), come)
+                    inside.copy(there, source, stream.token, come)
 
     def _multiply(self, inside: Inside, item: _Item, slots: Any, out: Any, shared: Any) -> None:
         """An item, as soon as all of it has come."""
@@ -160,9 +150,9 @@ class _Plan:
         full, empty = item.barriers(bars)
         # A barrier tells the last phase from the one before it, and no more: another group may not
         # yet have had what was in the stage before.
-        inside.assembly(_WAIT, empty, item.before)
-        inside.assembly(_WAIT, full, item.parity)
-        inside.assembly(_WAIT, item.inputs_barrier(bars), item.inputs_parity)
+        inside.wait(empty, item.before)
+        inside.wait(full, item.parity)
+        inside.wait(item.inputs_barrier(bars), item.inputs_parity)
         # Others may still read those of the item before.
         _, turn = inside.divided(item.index, 2 * stream.cut.groups)
         inside.assembly(

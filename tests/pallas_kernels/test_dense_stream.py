@@ -10,9 +10,10 @@ import pytest
 
 from pallas_kernels._compat import H200
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
-from pallas_kernels.dequant_matmul.stream import BLOCK, GROUP_SIZES, TILE, Stream
-from pallas_kernels.dequant_matmul.stream_assembly import finish, multiply, slot, sums_of
+from pallas_kernels.dequant_matmul.stream import GROUP_SIZES, Stream
+from pallas_kernels.dequant_matmul.stream_assembly import finish, multiply, sums_of
 from pallas_kernels.dequant_matmul.stream_inputs import spread
+from pallas_kernels.dequant_matmul.tensor_cores import BLOCK, TILE
 from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.ptx import Threads
 
@@ -85,7 +86,7 @@ def test_products_of_a_tile(stream, size):
     held, stage = 1024, 1024 + -(-stream.held // 1024) * 1024
     # Not where the order of pieces begins.
     stage += 384
-    numbers = stage + -(-stream.codes // 1024) * 1024
+    numbers = stage + -(-stream.stage.size // 1024) * 1024
     sums = numbers + -(-stream.scales // 1024) * 1024
     shared = Memory(0, sums + stream.sums + 1024)
     # What belongs to rows that are not there may be anything.
@@ -105,9 +106,9 @@ def test_products_of_a_tile(stream, size):
         at = split * stream.own // 32 + chunk * units
         for word in range(stream.bits):
             piece = np.ascontiguousarray(words[rows, word, at : at + units])
-            _put_box(shared, stage + slot(stream, word) * stream.box, piece, stream.line)
-        inputs = held + chunk * stream.chunk * stream.own_rows * 2
-        mine = own + chunk * stream.chunk // stream.group_size * 2
+            _put_box(shared, stage + stream.stage.slot(word) * stream.stage.box, piece, stream.line)
+        inputs = held + chunk * stream.stage.inputs * stream.own_rows * 2
+        mine = own + chunk * stream.stage.inputs // stream.group_size * 2
         given = [inputs, stage, mine, *totals]
         totals = _run(stream, multiply(stream), given, shared, memory, sums_of(stream))
     given = [sums, tile * TILE, first_row, np.uint64(RESULTS), outputs, *totals]
