@@ -33,7 +33,9 @@ def spread(stream: TileStream) -> str:
     number = a.b32("mov.b32", 0)
     address = a.b64("mad.wide.u32", row, 4, "$1")
     a.do("ld.global.nc.b32", number, f"[{address}]", when=there)
-    given = a.b32("add.u32", row, "$2")
+    # What is not there is read as well, from where something is: registers that a thread may leave
+    # as they were would have to be kept from tile to tile.
+    given = a.b32("selp.b32", a.b32("add.u32", row, "$2"), "$2", there)
     if stream.gated:
         given = a.b32("div.u32", number, stream.slots_of_token)
 
@@ -59,7 +61,7 @@ def spread(stream: TileStream) -> str:
         for each, words in pieces:
             block, half = divmod(each, 2)
             at = f"[{start}+{block * BLOCK * 2 + half * 2 * of_odd}]"
-            a.do("ld.global.nc.v4.b32", braces(words), at, when=there)
+            a.do("ld.global.nc.v4.b32", braces(words), at)
         if begin == 0:
             # What was there before has been multiplied.
             a.do("bar.sync", CONSUMERS, stream.consumers)
