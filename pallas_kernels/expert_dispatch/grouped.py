@@ -138,7 +138,7 @@ def _product(
     config: Grouped,
     into: Array | None,
 ) -> Float[Array, "S O"]:
-    arrays = [*tiles, x, *part.arrays]
+    arrays = [tiles.slot, tiles.expert, tiles.first, tiles.rows, x, *part.arrays]
     aliases = {}
     if into is not None:
         aliases = {len(arrays): 0}

@@ -1,7 +1,8 @@
 """The Mosaic GPU implementation, of tokens that share experts: what it takes, and its launches.
 
-A launch makes the table of slots and brings tokens into order; two stream the routed experts' codes
-(see `stream`); the shared expert's are dense products; and the last one sums.
+Up to 64 tokens a launch makes the table of slots and brings tokens into order, and two stream the
+routed experts' codes (see `stream`). Above, three sort slots into tiles, and two stream codes past
+those (see `tile_stream`). The shared expert's are dense products, and the last launch sums.
 """
 
 from __future__ import annotations
@@ -13,25 +14,28 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import Target, current_target, mosaic_refusals
 from ..dequant_matmul.qtensor import QTensor
-from . import combine, stream_launch, triton
+from . import combine, sorting, stream_launch, tile_launch, tile_stream, triton
 from .config import FEW_TOKENS
 from .order import ordered
 from .shared import SharedExpert
 from .shared_products import shared_products
 from .stream import BITS, GROUP_SIZES, MOST_EXPERTS, ROWS, TURN, streams
+from .tile_stream import tile_streams
 
 # On an H200, a decode step of four layers of qwen3.6-35b-a3b takes 976 us so in place of 1,067 at
 # 32 tokens, 737 in place of 805 at 16, and 605 in place of 617 at 8.
 LEAST_TOKENS = 8
+# From about here on an expert has more tiles than one makes matrices in bfloat16 for.
+MOST_TOKENS = 1024
 
 
 def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     """Why it does not take a call; see `dispatch.Implementation`."""
     reasons = mosaic_refusals(target)
     x, ids, _, gate_up_proj, down_proj, *_ = arrays
-    if not LEAST_TOKENS <= x.shape[0] <= FEW_TOKENS:
+    if not LEAST_TOKENS <= x.shape[0] <= MOST_TOKENS:
         reasons.append(
-            f"x has {x.shape[0]} tokens; it is for {LEAST_TOKENS} to {FEW_TOKENS}, which share "
+            f"x has {x.shape[0]} tokens; it is for {LEAST_TOKENS} to {MOST_TOKENS}, which share "
             "experts"
         )
     if str(settings["inner_dtype"]) != "bfloat16":
@@ -43,18 +47,22 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     # for all kernels.
     return (
         reasons
-        or _misfits(gate_up_proj, down_proj, ids, target.shared_memory)
+        or _misfits(gate_up_proj, down_proj, ids, target)
         or triton.refusals(target, *arrays, **settings)
     )
 
 
-def _misfits(gate_up_proj: QTensor, down_proj: QTensor, ids: Any, memory: int) -> list[str]:
+def _misfits(gate_up_proj: QTensor, down_proj: QTensor, ids: Any, target: Target) -> list[str]:
     """Why sizes cannot be streamed."""
-    both = streams(gate_up_proj, down_proj, ids, memory)
+    memory = target.shared_memory
+    reasons = [stream.oddities(memory) for stream in streams(gate_up_proj, down_proj, ids, memory)]
+    if ids.shape[0] > FEW_TOKENS:
+        both = tile_streams(gate_up_proj, down_proj, ids, memory, target.cores)
+        reasons = [stream.oddities(memory, target.cores) for stream in both]
     return [
         f"{name}: {reason}"
-        for name, stream in zip(("gate_up_proj", "down_proj"), both, strict=True)
-        for reason in stream.oddities(memory)
+        for name, own in zip(("gate_up_proj", "down_proj"), reasons, strict=True)
+        for reason in own
     ]
 
 
@@ -90,15 +98,33 @@ def expert_dispatch(
 ) -> Float[Array, "M D"]:
     """See `api.expert_dispatch`."""
     assert jnp.dtype(inner_dtype) == jnp.bfloat16
-    target, experts = current_target(), down_proj.shape[0]
-    order = ordered(x, ids, experts, ROWS, [(TURN, x.shape[1])])
+    streamed = _few if x.shape[0] <= FEW_TOKENS else _many
+    y = streamed(current_target(), x, ids, gate_up_proj, down_proj)
+    beside = None
+    if shared is not None:
+        beside = shared_products(x, shared, inner_dtype)
+    return combine.summed(y, ids, weights, down_proj.shape[0], dtype, beside, residual)
+
+
+def _few(
+    target: Target, x: Array, ids: Array, gate_up_proj: QTensor, down_proj: QTensor
+) -> Float[Array, "S D"]:
+    """What each slot makes, up to 64 tokens."""
+    order = ordered(x, ids, down_proj.shape[0], ROWS, [(TURN, x.shape[1])])
     gates, outputs = streams(gate_up_proj, down_proj, ids, target.shared_memory)
     table = order.experts, order.slots
     made = stream_launch.products(
         gates, order.inputs[0], *table, gate_up_proj, target, "expert_dispatch_gate_up"
     )
-    y = stream_launch.products(outputs, made, *table, down_proj, target, "expert_dispatch_down")
-    beside = None
-    if shared is not None:
-        beside = shared_products(x, shared, inner_dtype)
-    return combine.summed(y, ids, weights, experts, dtype, beside, residual)
+    return stream_launch.products(outputs, made, *table, down_proj, target, "expert_dispatch_down")
+
+
+def _many(
+    target: Target, x: Array, ids: Array, gate_up_proj: QTensor, down_proj: QTensor
+) -> Float[Array, "S D"]:
+    """What each slot makes, above."""
+    tiles = sorting.sort(ids, down_proj.shape[0], tile_stream.ROWS)
+    gates, outputs = tile_streams(gate_up_proj, down_proj, ids, target.shared_memory, target.cores)
+    x = x.astype(jnp.bfloat16)
+    made = tile_launch.products(gates, x, tiles, gate_up_proj, target, "expert_dispatch_gated")
+    return tile_launch.products(outputs, made, tiles, down_proj, target, "expert_dispatch_down")

@@ -8,6 +8,7 @@ more than a few steps of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,12 +39,14 @@ class Tiles(NamedTuple):
         expert: of each tile; 0 for those that are left over.
         first: place of the tile's first slot.
         rows: how many places a tile has, from the first on; 0 for those that are left over.
+        total: of tiles that are not left over.
     """
 
     slot: Int[Array, " S"]
     expert: Int[Array, " t"]
     first: Int[Array, " t"]
     rows: Int[Array, " t"]
+    total: Int[Array, "1"]
 
 
 def tile_count(slots: int, experts: int, rows: int) -> int:
@@ -112,20 +115,25 @@ def _counts(
 
 def _sums(
     counts: Int[Array, "b e"], slots: int, experts: int, rows: int
-) -> tuple[Int[Array, "b e"], Int[Array, " t"], Int[Array, " t"], Int[Array, " t"]]:
-    """Places of each block's first slot of each expert; and of tiles experts, places and rows."""
+) -> tuple[Int[Array, "..."], ...]:
+    """Places of each block's first slot of each expert [b, e]; then what `Tiles` has of tiles."""
     blocks, wide = counts.shape
     tiles = tile_count(slots, experts, rows)
     share = pl.cdiv(tiles, blocks)
 
-    def kernel(counts_ref: Any, begin_ref: Any, *tile_refs: Any) -> None:
+    def kernel(counts_ref: Any, begin_ref: Any, *refs: Any) -> None:
         block = pl.program_id(0)
+        *tile_refs, total_ref = refs
         all_slots, before = _all_and_before(counts_ref, block, blocks)
         last = jnp.cumsum(all_slots, dtype=jnp.int32)
         row = jnp.full((wide,), block, jnp.int32)
         begin = last - all_slots + before
         plt.store(begin_ref.at[row, jax.lax.iota(jnp.int32, wide)], begin)
         _write_tiles(tile_refs, block * share, share, tiles, rows, all_slots, last)
+
+        @pl.when(block == 0)
+        def _() -> None:
+            total_ref[0] = jnp.sum((all_slots + (rows - 1)) // rows)
 
     of_tile = jax.ShapeDtypeStruct((tiles,), jnp.int32)
     return triton_call(
@@ -134,7 +142,11 @@ def _sums(
         num_stages=1,
         name="expert_dispatch_tiles",
         grid=(blocks,),
-        out_shape=(jax.ShapeDtypeStruct((blocks, wide), jnp.int32), of_tile, of_tile, of_tile),
+        out_shape=(
+            jax.ShapeDtypeStruct((blocks, wide), jnp.int32),
+            *(of_tile, of_tile, of_tile),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
     )(counts)
 
 
@@ -201,7 +213,7 @@ def _all_and_before(
 
 
 def _write_tiles(
-    refs: tuple[Any, ...],
+    refs: Sequence[Any],
     first: Any,
     share: int,
     tiles: int,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from pallas_kernels.dequant_matmul.stream_assembly import finish, multiply, sums
 from pallas_kernels.dequant_matmul.stream_inputs import spread
 from pallas_kernels.dequant_matmul.tensor_cores import BLOCK, TILE
 from tests.pallas_kernels.memory import Memory
-from tests.pallas_kernels.ptx import Threads
+from tests.pallas_kernels.streams import put_box, run_text
 
 INPUTS, RESULTS = 0x7F0000000000, 0x7F0001000000
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -40,36 +38,11 @@ STREAMS = [
 def _run(
     stream: Stream, text: str, operands: list, shared: Memory, memory: Memory, results: int = 0
 ):
-    """A text whose placeholders are results, and then operands: the results of all threads."""
-    count, threads = results + len(operands), stream.consumers
-    declared, registers = [], {}
-    for index in range(count):
-        kind = "b32"
-        if index >= results:
-            value = operands[index - results]
-            if isinstance(value, np.uint64):
-                kind = "b64"
-                registers[f"%g{index}"] = np.full(threads, value, np.uint64)
-            else:
-                each = np.broadcast_to(np.asarray(value, np.uint32), threads)
-                registers[f"%g{index}"] = each.copy()
-        declared.append(f".reg .{kind} %g{index};")
-    text = re.sub(r"\$(\d+)", r"%g\1", text)
-    text = "\n".join(["{", *declared, *text.splitlines()[1:]])
-    made = Threads(np.arange(threads), (), registers, memory, shared).run(text)
+    made, conflicts = run_text(text, operands, shared, memory, stream.consumers, results)
     # Scales of a row lie side by side, and so in the same banks as those of other rows.
     scales = {1: "u16", 2: "b32", 4: "v2.b32"}[BLOCK // stream.group_size]
-    assert not made.conflicts - {f"ld.shared.{scales}"}, made.conflicts
-    return [made.registers[f"%g{index}"] for index in range(results)]
-
-
-def _put_box(shared: Memory, address: int, words: np.ndarray, line: int) -> None:
-    pieces = words.reshape(-1, 4)
-    at = address + 16 * np.arange(len(pieces))
-    places = at ^ (at >> 7 & line // 16 - 1) << 4
-    moved = np.empty_like(pieces)
-    moved[(places - address) // 16] = pieces
-    shared.put(address, moved)
+    assert not conflicts - {f"ld.shared.{scales}"}, conflicts
+    return made
 
 
 @pytest.mark.parametrize("size", [4, 2])
@@ -106,7 +79,7 @@ def test_products_of_a_tile(stream, size):
         at = split * stream.own // 32 + chunk * units
         for word in range(stream.bits):
             piece = np.ascontiguousarray(words[rows, word, at : at + units])
-            _put_box(shared, stage + stream.stage.slot(word) * stream.stage.box, piece, stream.line)
+            put_box(shared, stage + stream.stage.slot(word) * stream.stage.box, piece, stream.line)
         inputs = held + chunk * stream.stage.inputs * stream.own_rows * 2
         mine = own + chunk * stream.stage.inputs // stream.group_size * 2
         given = [inputs, stage, mine, *totals]
