@@ -52,7 +52,6 @@ def test_what_is_streamed(name):
     ("spec", "reason"),
     [
         (Spec(7), "7 tokens"),
-        (Spec(1025), "1025 tokens"),
         (Spec(32, bits=8), "gate_up_proj has codes of 8 bits"),
         (Spec(32, down_bits=16), "down_proj is not in codes"),
         (Spec(32, zero=True), "gate_up_proj has zero points"),

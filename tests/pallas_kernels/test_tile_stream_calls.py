@@ -52,7 +52,7 @@ def test_what_is_streamed(spec):
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("tokens", "rows"), [(65, 16), (255, 16), (256, 32), (1023, 32), (1024, 64), (8192, 64)]
+    ("tokens", "rows"), [(65, 16), (383, 16), (384, 32), (1023, 32), (1024, 64), (8192, 64)]
 )
 def test_slots_of_a_tile(tokens, rows):
     """Eight of 256 experts."""
