@@ -1,10 +1,13 @@
 """What warps do with tiles of slots, and stages of codes, in PTX: see `tile_stream`.
 
-Four threads share rows of the matrix, as in `dequant_matmul.stream_assembly`: of each half of a
-stage two, eight apart.
+Four threads share two rows of the matrix, as in `dequant_matmul.stream_assembly`; where there are
+gates, a gate's row and the one above, so that a thread has both.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
 
 from ..assembly import Assembly
 from ..dequant_matmul.layout import UNIT
@@ -12,8 +15,10 @@ from ..dequant_matmul.pairs_assembly import Decoder
 from ..dequant_matmul.stage_words import Words
 from ..dequant_matmul.stages import ALL
 from ..dequant_matmul.tensor_cores import BLOCK, TensorCores, of_warps
-from .tile_stream import ENTRY, HALF, HALVES, TileStream
+from .tile_stream import ENTRY, OF_WARP, TileStream
 
+# Inputs that a thread decodes before the tensor cores take them.
+SPAN = 64
 # Selectors of `prmt`: the lower half of a word twice, and the upper.
 _LOWER, _UPPER = 0x1010, 0x3232
 
@@ -44,8 +49,8 @@ def list_tiles(stream: TileStream, programs: int) -> str:
 
 
 def sums_of(stream: TileStream) -> int:
-    """How many a thread has of an item: those of one half behind those of the other."""
-    return HALVES * stream.rows // 2
+    """How many a thread has of an item."""
+    return stream.rows // 2
 
 
 def multiply(stream: TileStream) -> str:
@@ -57,19 +62,19 @@ def multiply(stream: TileStream) -> str:
     a = Assembly()
     count = sums_of(stream)
     x, codes, numbers, *totals = (f"${count + index}" for index in range(3 + count))
-    place = Place(a)
+    place = Place(a, stream)
     # They came as threads store, which the tensor cores would not know of.
     a.do("fence.proxy.async.shared::cta")
     cores = TensorCores(a, stream.rows, of_warps(a, x))
     words = Words(a, stream.stage, codes, place.row, place.thread, a.b32("mov.b32", 0))
     scaled = _Scaled(a, stream, place, numbers)
     sums = [a.f32("mov.b32", total) for total in totals]
-    halves = [sums[: cores.sums], sums[cores.sums :]]
     for block in range(stream.stage.blocks):
-        for half, own in enumerate(halves):
-            rows = half * HALF, half * HALF + 8
-            pairs = [scaled.pairs(words.of_block(block, row), block, row) for row in rows]
-            cores.start(own, block * BLOCK, pairs, anew=False)
+        rows = 0, stream.apart
+        decoded = [scaled.pairs(words.of_block(block, row), block, row) for row in rows]
+        for first in range(0, BLOCK, SPAN):
+            pairs = [list(itertools.islice(of_row, SPAN // 8)) for of_row in decoded]
+            cores.start(sums, block * BLOCK + first, pairs, anew=False)
             # Whose pairs lie where the next come to.
             cores.wait(1)
     cores.wait(0)
@@ -98,14 +103,11 @@ class _Scaled:
             upper = a.holds("lt.u32", 1, place.thread)
             self._of_thread = a.b32("selp.b32", _UPPER, _LOWER, upper)
 
-    def pairs(self, units: list[list[str]], block: int, row: int) -> list[str]:
+    def pairs(self, units: list[list[str]], block: int, row: int) -> Iterator[str]:
         """Of a block's units, or the one that the thread has, in a row so many further on."""
-        a = self._a
-        decoded = [self._decoder.pairs(unit) for unit in units]
-        found: list[str] = []
-        for scale, pairs in zip(self._scales(len(units), block, row), decoded, strict=True):
-            found += [a.b32("mul.rn.bf16x2", pair, scale) for pair in pairs]
-        return found
+        for scale, unit in zip(self._scales(len(units), block, row), units, strict=True):
+            for pair in self._decoder.pairs(unit):
+                yield self._a.b32("mul.rn.bf16x2", pair, scale)
 
     def _scales(self, units: int, block: int, row: int) -> list[str]:
         """Of so many units, each twice in a word."""
@@ -127,11 +129,12 @@ class Place:
 
     Attributes:
         thread: which of the four that share rows.
-        row: first one of each half; the other is eight further on.
+        row: first one; the other is `TileStream.apart` further on.
     """
 
-    def __init__(self, a: Assembly):
+    def __init__(self, a: Assembly, stream: TileStream):
         lane = a.b32("mov.u32", "%laneid")
         self.thread = a.b32("and.b32", lane, 3)
         warp = a.b32("shr.u32", a.b32("mov.u32", "%tid.x"), 5)
-        self.row = a.b32("mad.lo.u32", warp, 16, a.b32("shr.u32", lane, 2))
+        rows = OF_WARP // 2 if stream.gated else OF_WARP
+        self.row = a.b32("mad.lo.u32", warp, rows, a.b32("shr.u32", lane, 2))

@@ -18,7 +18,7 @@ from .sorting import Tiles
 from .tile_assembly import list_tiles, multiply, sums_of
 from .tile_inputs import ask
 from .tile_results import store_by_slot, store_gated
-from .tile_stream import ENTRY, HALF, HALVES, TileStream
+from .tile_stream import ENTRY, HEIGHT, TileStream
 
 
 def products(
@@ -81,9 +81,10 @@ class _Plan:
             bytes_of(2 * 8 * self.stages),
         ]
         # Gates come with the rows above: first row, how many, and where to.
-        self.pieces = [(0, HALVES * HALF, 0)]
+        self.pieces = [(0, HEIGHT, 0)]
         if stream.gated:
-            self.pieces = [(0, HALF, 0), (stream.outputs, HALF, HALF)]
+            half = HEIGHT // 2
+            self.pieces = [(0, half, 0), (stream.outputs, half, half)]
 
     def kernel(self, inside: Inside, *refs: Any) -> None:
         """See `mosaic.launch`."""

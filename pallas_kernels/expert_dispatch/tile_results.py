@@ -9,7 +9,7 @@ from ..dequant_matmul.pairs_assembly import FACTORS
 from ..dequant_matmul.tensor_cores import COLUMNS
 from ..dequant_matmul.turn import THREADS, Turn
 from .tile_assembly import Place, sums_of
-from .tile_stream import HALF, HALVES, OF_WARP, TileStream
+from .tile_stream import OF_WARP, TileStream
 
 # As float32: -log2(e).
 _MINUS_LOG2_E = "0fBFB8AA3B"
@@ -25,23 +25,21 @@ def store_gated(stream: TileStream) -> str:
     """
     a = Assembly()
     first, place_of_tile, filled, out, *sums = (f"${i}" for i in range(4 + sums_of(stream)))
-    place, turn = Place(a), stream.turn
+    place, turn = Place(a, stream), stream.turn
     assert turn is not None
     sums = _scaled(a, stream, sums)
-    gates, above = sums[: len(sums) // 2], sums[len(sums) // 2 :]
-    first = a.b32("add.u32", first, place.row)
-    outputs = [_turned(a, turn, a.b32("add.u32", first, far)) for far in (0, 8)]
+    output = _turned(a, turn, a.b32("add.u32", first, place.row))
     for element in range(stream.rows // 4):
         column, odd = divmod(element, 2)
         slot = a.b32("mad.lo.u32", place.thread, 2, COLUMNS * column + odd)
         near = a.holds("lt.u32", slot, filled)
-        start = a.b32("mul.lo.u32", a.b32("add.u32", place_of_tile, slot), stream.outputs)
-        for below, output in enumerate(outputs):
-            index = 4 * column + 2 * below + odd
-            address = a.b64("mad.wide.u32", a.b32("add.u32", start, output), 2, out)
-            rounded = a.register("b16")
-            a.do("cvt.rn.bf16.f32", rounded, _silu(a, gates[index], above[index]))
-            a.do("st.global.b16", f"[{address}]", rounded, when=near)
+        row = a.b32("add.u32", place_of_tile, slot)
+        index = a.b32("mad.lo.u32", row, stream.outputs, output)
+        address = a.b64("mad.wide.u32", index, 2, out)
+        rounded = a.register("b16")
+        gate, above = (sums[4 * column + 2 * half + odd] for half in (0, 1))
+        a.do("cvt.rn.bf16.f32", rounded, _silu(a, gate, above))
+        a.do("st.global.b16", f"[{address}]", rounded, when=near)
     return str(a)
 
 
@@ -67,25 +65,21 @@ def store_by_slot(stream: TileStream) -> str:
     first = a.b32("mad.lo.u32", piece, 8, first)
     number = a.b32("mad.lo.u32", slot, 4, numbers)
     rounds = range(0, stream.rows, _AT_ONCE)
-    for half in range(HALVES):
-        own = sums[half * stream.rows // 2 :][: stream.rows // 2]
-        # What was there before has been read.
-        a.do("bar.warp.sync", "0xffffffff")
-        for begin in rounds:
-            values = own[begin // 2 :][: _AT_ONCE // 2]
-            words = [_pair(a, *values[2 * k :][:2]) for k in range(4)]
-            place = f"[{to}+{begin * OF_WARP * 2}]"
-            form = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
-            a.do(form, place, braces(words))
-        a.do("bar.warp.sync", "0xffffffff")
-        for begin in rounds:
-            words = a.load_shared(4, at, begin * OF_WARP * 2)
-            [row] = a.load_shared(1, number, begin * 4)
-            near = a.holds("lt.u32", a.b32("add.u32", slot, begin), filled)
-            index = a.b32("mad.lo.u32", row, stream.outputs, first)
-            index = a.b32("add.u32", index, half * HALF)
-            address = a.b64("mad.wide.u32", index, 2, out)
-            a.do("st.global.v4.b32", f"[{address}]", braces(words), when=near)
+    # What was there before has been read.
+    a.do("bar.warp.sync", "0xffffffff")
+    for begin in rounds:
+        values = sums[begin // 2 :][: _AT_ONCE // 2]
+        words = [_pair(a, *values[2 * k :][:2]) for k in range(4)]
+        place = f"[{to}+{begin * OF_WARP * 2}]"
+        a.do("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16", place, braces(words))
+    a.do("bar.warp.sync", "0xffffffff")
+    for begin in rounds:
+        words = a.load_shared(4, at, begin * OF_WARP * 2)
+        [row] = a.load_shared(1, number, begin * 4)
+        near = a.holds("lt.u32", a.b32("add.u32", slot, begin), filled)
+        index = a.b32("mad.lo.u32", row, stream.outputs, first)
+        address = a.b64("mad.wide.u32", index, 2, out)
+        a.do("st.global.v4.b32", f"[{address}]", braces(words), when=near)
     return str(a)
 
 

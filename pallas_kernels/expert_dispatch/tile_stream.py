@@ -3,8 +3,8 @@
 Each multiprocessor has one program, and that a run of items: an item is some outputs of a tile of
 slots of one expert, see `sorting.Tiles`. They go through it stage by stage: a stage has some
 inputs, the codes of the item's rows of the matrix and the tile's own, in the order of the tensor
-cores. A group of four warps asks for both, whole stages ahead. Two groups decode half of the rows
-each, put in scales, and the tensor cores take that out of registers while the next is decoded.
+cores. A group of four warps asks for both, whole stages ahead. Four groups decode a part of the
+rows each, put in scales, and the tensor cores take that out of registers while the next is decoded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from ..dequant_matmul.tensor_cores import TILE, WARPS
 from ..dequant_matmul.turn import Turn, part_width
 from . import sorting
 
-GROUPS = 2
-# Of the rows of a stage: gates, and the rows above, where there are gates. A thread has both.
-HALVES = 2
-HALF = GROUPS * TILE
-# Rows of a warp, of a half.
+GROUPS = 4
+# Rows of the matrix, of a stage: where there are gates, half of them, and the rows above.
+HEIGHT = GROUPS * TILE
+# Rows of a warp.
 OF_WARP = 16
 # Bytes of a row of a stage, of the words that are the same ones of each unit.
 LINE = 32
@@ -69,7 +68,7 @@ class TileStream:
     @property
     def stage(self) -> Stage:
         """Codes of some of the inputs of an item."""
-        return Stage(self.bits, HALVES * HALF, LINE)
+        return Stage(self.bits, HEIGHT, LINE)
 
     @property
     def chunks(self) -> int:
@@ -84,7 +83,12 @@ class TileStream:
     @property
     def item(self) -> int:
         """Outputs of one."""
-        return HALF if self.gated else HALVES * HALF
+        return HEIGHT // 2 if self.gated else HEIGHT
+
+    @property
+    def apart(self) -> int:
+        """Rows of a stage from a thread's first one to its second: of its gate's to that above."""
+        return HEIGHT // 2 if self.gated else 8
 
     @property
     def items(self) -> int:
@@ -99,7 +103,7 @@ class TileStream:
     @property
     def scales(self) -> int:
         """Bytes of an item's scales."""
-        return HALVES * HALF * self.scale_groups * 2
+        return HEIGHT * self.scale_groups * 2
 
     @property
     def numbers(self) -> int:
@@ -109,7 +113,7 @@ class TileStream:
     @property
     def turned(self) -> int:
         """Bytes in which results by slot come into their order."""
-        return 0 if self.gated else self.rows * HALF * 2
+        return 0 if self.gated else self.rows * HEIGHT * 2
 
     @property
     def consumers(self) -> int:

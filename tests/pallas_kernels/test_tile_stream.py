@@ -13,7 +13,7 @@ from pallas_kernels.dequant_matmul.turn import Turn
 from pallas_kernels.expert_dispatch.tile_assembly import list_tiles, multiply, sums_of
 from pallas_kernels.expert_dispatch.tile_inputs import ask
 from pallas_kernels.expert_dispatch.tile_results import store_by_slot, store_gated
-from pallas_kernels.expert_dispatch.tile_stream import ENTRY, HALF, HALVES, TileStream
+from pallas_kernels.expert_dispatch.tile_stream import ENTRY, HEIGHT, TileStream
 from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.streams import put_box, run_text
 
@@ -28,7 +28,7 @@ STREAMS = [
         bits,
         group,
         inputs,
-        ITEMS * HALF * (1 if turn else HALVES),
+        ITEMS * HEIGHT // (2 if turn else 1),
         TOKENS * SLOTS_OF_TOKEN,
         rows,
         TILES,
@@ -64,7 +64,7 @@ def test_an_item(stream, filled):
     if stream.gated:
         parts.append(slice(stream.outputs + item, stream.outputs + item + stream.item))
     mine = np.concatenate([np.arange(rows)[part] for part in parts])
-    assert len(mine) == HALVES * HALF
+    assert len(mine) == HEIGHT
     memory = Memory(INPUTS, RESULTS - INPUTS + stream.slots * stream.outputs * 2)
     order = OF_UNITS if stream.bits == 3 else OF_WORDS
     memory.put(INPUTS, np.asarray(order.turned(jnp.asarray(x), 1)))
