@@ -32,7 +32,7 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
     reasons = mosaic_refusals(target)
     x, ids, _, gate_up_proj, down_proj, *_ = arrays
     if x.shape[0] < LEAST_TOKENS:
-        reasons.append(f"x has {x.shape[0]} tokens; it is for {LEAST_TOKENS}, which share experts")
+        reasons.append(f"x has {x.shape[0]} tokens; it is for {LEAST_TOKENS} or more")
     if str(settings["inner_dtype"]) != "bfloat16":
         reasons.append(f"inner_dtype is {settings['inner_dtype']}, not bfloat16")
     stacks = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
@@ -52,7 +52,7 @@ def _misfits(gate_up_proj: QTensor, down_proj: QTensor, ids: Any, target: Target
     memory = target.shared_memory
     reasons = [stream.oddities(memory) for stream in streams(gate_up_proj, down_proj, ids, memory)]
     if ids.shape[0] > FEW_TOKENS:
-        both = tile_streams(gate_up_proj, down_proj, ids)
+        both = tile_streams(gate_up_proj, down_proj, ids, memory, target.cores)
         reasons = [stream.oddities(memory, target.cores) for stream in both]
     return [
         f"{name}: {reason}"
@@ -118,7 +118,7 @@ def _many(
     target: Target, x: Array, ids: Array, gate_up_proj: QTensor, down_proj: QTensor
 ) -> Float[Array, "S D"]:
     """What each slot makes, above."""
-    gates, outputs = tile_streams(gate_up_proj, down_proj, ids)
+    gates, outputs = tile_streams(gate_up_proj, down_proj, ids, target.shared_memory, target.cores)
     tiles = sorting.sort(ids, down_proj.shape[0], gates.rows)
     x = tile_stream.order_of(gate_up_proj).turned(x.astype(jnp.bfloat16), 1)
     made = tile_launch.products(gates, x, tiles, gate_up_proj, target, "expert_dispatch_gated")

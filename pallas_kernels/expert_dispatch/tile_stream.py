@@ -164,19 +164,33 @@ def order_of(weight: QTensor) -> Turn:
 
 
 def tile_streams(
-    gate_up_proj: QTensor, down_proj: QTensor, ids: Any
+    gate_up_proj: QTensor, down_proj: QTensor, ids: Any, memory: int, programs: int
 ) -> tuple[TileStream, TileStream]:
-    """Both launches of a call.
+    """Both launches of a call, of as many slots a tile as both have the memory for.
 
     Args:
         gate_up_proj: stack.
         down_proj: likewise.
         ids: experts of slots [M, A].
+        memory: bytes of shared memory.
+        programs: of a launch.
     """
-    tokens, of_token = ids.shape
-    slots, experts = tokens * of_token, down_proj.shape[0]
-    rows = max(rows for rows, average in ROWS.items() if slots >= average * experts)
-    tiles = sorting.tile_count(slots, experts, rows)
+    average = ids.size // down_proj.shape[0]
+    found = [
+        _of_rows(gate_up_proj, down_proj, ids, rows)
+        for rows, least in reversed(ROWS.items())
+        if average >= least
+    ]
+    fitting = (both for both in found if not any(each.oddities(memory, programs) for each in both))
+    return next(fitting, found[-1])
+
+
+def _of_rows(
+    gate_up_proj: QTensor, down_proj: QTensor, ids: Any, rows: int
+) -> tuple[TileStream, TileStream]:
+    """With so many slots a tile."""
+    slots, of_token = ids.size, ids.shape[1]
+    tiles = sorting.tile_count(slots, down_proj.shape[0], rows)
 
     def of(weight: QTensor, outputs: int, *more: Any) -> TileStream:
         return TileStream(

@@ -15,7 +15,7 @@ from ..tuning import decide, varied
 FEW_ROWS = 4
 # More rows than these have tiles of their own; XLA multiplies them where weights are float32.
 SOME_ROWS = 64
-# Rows from which on tiles of experts are large.
+# With more rows than these, tiles of experts are large.
 MANY_ROWS = 1024
 # Columns that tensor cores add up by themselves; see `some_rows`.
 PIECE = 64
@@ -170,4 +170,5 @@ def _others_of_many_rows(config: Config) -> list[Config]:
     """Other tiles of experts, fewer or more parts, and more or fewer stages."""
     assert isinstance(config, SomeRows)
     parts = [each for each in (config.parts // 2, config.parts * 2) if each]
-    return [*varied(config, experts=(32, 64, 128), parts=parts, num_stages=(2, 3, 4))]
+    found = varied(config, experts=(32, 64, 128), parts=parts, num_stages=(2, 3, 4))
+    return list(dict.fromkeys(found))

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.expert_cases import arguments, routings
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import triton
+from pallas_kernels.expert_dispatch.api import OPERATION
 from pallas_kernels.expert_dispatch.config import FewTokens, SomeTokens
 from pallas_kernels.expert_dispatch.shared import SharedExpert
 from pallas_kernels.expert_dispatch.specs import Spec
@@ -156,3 +158,35 @@ def _check(
 
 def _in_bfloat16(weight: np.ndarray) -> np.ndarray:
     return weight.astype(jnp.bfloat16).astype(np.float64)
+
+
+def check_many_items(spec: Spec, bar: float) -> None:
+    """Calls of real size, whose multiprocessors have many more items each than stages.
+
+    They follow each other without a pause, with weights that are in no cache.
+    """
+    sets = [arguments(spec, seed) for seed in range(3)]
+    ids = routings(spec, 6)
+
+    def run(implementation: str, x: Any, ids: Any, sets: Any) -> list[Any]:
+        results = []
+        for index, mine in enumerate(ids):
+            _, _, *others = sets[index % len(sets)]
+            settings = spec.settings()
+            if implementation == "reference":
+                settings["inner_dtype"] = jnp.dtype("float32")
+            y = OPERATION(x, mine, *others, implementation=implementation, **settings)
+            results.append(y)
+            x = x + (0 * y).astype(x.dtype)
+        return results
+
+    again = jax.jit(functools.partial(run, "mosaic_gpu"))
+    streamed = again(sets[0][0], ids, sets)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(run, "reference"))(sets[0][0], ids, sets)
+    for found, each in zip(streamed, wanted, strict=True):
+        error = norm_error(found, np.asarray(each, np.float64))
+        assert error < bar, f"{error} of {spec}"
+    for _ in range(50):
+        for found, each in zip(again(sets[0][0], ids, sets), streamed, strict=True):
+            np.testing.assert_array_equal(found, each)

@@ -57,7 +57,8 @@ class Threads:
         self._given = {f"${index}": self._all(each) for index, each in enumerate(operands)}
         self._given["%tid.x"] = numbers.astype(np.uint32)
         self._given["%laneid"] = self._given["%tid.x"] % np.uint32(WARP)
-        self._warps = np.asarray(numbers) // WARP
+        self._numbers = np.asarray(numbers)
+        self._warps = self._numbers // WARP
         self._kinds: dict[str, str] = {}
         self._active = np.ones(self._count, bool)
         self._gone: dict[str, np.ndarray] = {}
@@ -157,11 +158,12 @@ class Threads:
             values = [self._value(name)[mask] for name in names]
             assert all(value.dtype == dtype for value in values)
             data = np.ascontiguousarray(np.stack(values, 1)).view(np.uint8)
-            memory.store(addresses, data, self._warps[mask])
+            memory.store(addresses, data, self._warps[mask], self._numbers[mask])
             return
         if space == "shared":
             self._warps_wait = False
-        data = memory.load(addresses, each * len(names), owners=self._warps[mask]).view(dtype)
+        who = {"owners": self._warps[mask], "threads": self._numbers[mask]}
+        data = memory.load(addresses, each * len(names), **who).view(dtype)
         for index, name in enumerate(names):
             result = np.zeros(self._count, _KINDS[self._kinds[name]])
             result[mask] = data[:, index]
@@ -178,6 +180,7 @@ class Threads:
             own = addresses[:, square].reshape(-1)
             if _conflict(own, 16):
                 self.conflicts.add(operation)
+            # Whichever lane writes it.
             self._shared.store(own, rows, np.repeat(self._warps[::WARP], 8))
 
     def _multiply(self, operation: str, *operands: str) -> None:

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
 from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.ptx import Threads
+
+
+class Ran(NamedTuple):
+    """What a text did.
+
+    Attributes:
+        results: of all threads.
+        conflicts: accesses with conflicts.
+        arrivals: how many there were at each address.
+    """
+
+    results: list[np.ndarray]
+    conflicts: set[str]
+    arrivals: Counter[int]
 
 
 def run_text(
@@ -17,8 +33,8 @@ def run_text(
     memory: Memory,
     threads: int | np.ndarray,
     results: int,
-) -> tuple[list[np.ndarray], set[str]]:
-    """Results of all threads, and accesses with conflicts.
+) -> Ran:
+    """A text by all its threads.
 
     Args:
         text: whose placeholders are results, and then operands.
@@ -45,7 +61,8 @@ def run_text(
     text = re.sub(r"\$(\d+)", r"%g\1", text)
     text = "\n".join(["{", *declared, *text.splitlines()[1:]])
     made = Threads(numbers, (), registers, memory, shared).run(text)
-    return [made.registers[f"%g{index}"] for index in range(results)], made.conflicts
+    found = [made.registers[f"%g{index}"] for index in range(results)]
+    return Ran(found, made.conflicts, made.arrivals)
 
 
 def put_box(shared: Memory, address: int, words: np.ndarray, line: int) -> None:

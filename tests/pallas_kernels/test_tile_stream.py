@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -77,8 +79,10 @@ def test_an_item(stream, filled):
         text, operands = store_by_slot(stream), [*given, *totals]
     shared = Memory(0, TURNED + stream.turned)
     shared.put(NUMBERS, slot[first + np.minimum(np.arange(stream.rows), filled - 1)])
-    _, conflicts = run_text(text, operands, shared, memory, stream.consumers, 0)
-    assert not conflicts
+    # Twice, since each item finds in shared memory what the one before left.
+    for _ in range(2):
+        ran = run_text(text, operands, shared, memory, stream.consumers, 0)
+        assert not ran.conflicts
 
     found, there = memory.stored_from(RESULTS, BFLOAT16, (stream.slots, stream.outputs))
     chosen = slot[first : first + filled]
@@ -133,13 +137,14 @@ def _totals(
             put_box(shared, box, piece, stream.stage.line)
         before = chunk * stream.stage.inputs * 2
         given = [np.uint64(INPUTS), np.uint64(SLOTS), *tile, before, held, NUMBERS, barrier]
-        _, conflicts = run_text(ask(stream), given, shared, memory, threads, 0)
-        assert not conflicts
+        ran = run_text(ask(stream), given, shared, memory, threads, 0)
+        assert not ran.conflicts
+        assert ran.arrivals == {barrier: len(threads)}
         if stream.numbers and chunk == 0:
             _check_numbers(shared, memory, stream, tile)
         at = numbers + chunk * stream.stage.inputs // stream.group_size * 2
         given = [held, stage, at, *totals]
-        totals, conflicts = run_text(
+        totals, conflicts, _ = run_text(
             multiply(stream), given, shared, memory, stream.consumers, sums_of(stream)
         )
         # Scales of a row lie side by side. At 4 bits, two of four boxes of short lines are in the
@@ -182,3 +187,26 @@ def test_tiles_of_a_program():
         for index, array in enumerate(arrays):
             wanted[: len(array[filled]), index] = array[filled]
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("stages", range(2, 7))
+@pytest.mark.parametrize("chunks", range(1, 13))
+def test_places_of_an_item_outlast_it(stages, chunks):
+    """What comes with an item's first stage replaces that of an item all of whose stages, and one
+    more, were given back: its warps have stored it by then."""
+    places = dataclasses.replace(STREAMS[0], inputs=256 * chunks).places(stages)
+    assert places * chunks - stages >= chunks > (places - 1) * chunks - stages
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 132])
+@pytest.mark.parametrize("items", [1, 3, 8])
+def test_every_tile_of_a_program_is_listed(programs, items):
+    """As `_Items` cuts the list, whatever there is of the most tiles."""
+    for most in (1, 11, 200):
+        stream = dataclasses.replace(STREAMS[0], tiles=most, outputs=items * STREAMS[0].item)
+        assert stream.items == items
+        for total in range(most + 1):
+            for program in range(programs):
+                begin, end = (total * items * each // programs for each in (program, program + 1))
+                listed = (end - 1) // items - begin // items + 1 if end > begin else 0
+                assert listed <= stream.listed(programs)
