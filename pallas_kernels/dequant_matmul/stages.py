@@ -46,9 +46,9 @@ class Stage:
         """Rows from one box to the next.
 
         Threads that read one piece of four boxes at once find it in other banks of each: what the
-        copy engine does to the order of pieces follows the address.
+        copy engine does to the order of pieces follows the address, a multiple of 128 bytes.
         """
-        return self.rows if self.bits == 3 else self.rows + 2
+        return self.rows if self.bits == 3 else self.rows + max(2, 128 // self.line)
 
     @property
     def box(self) -> int:
@@ -70,7 +70,7 @@ class Stage:
         return word if self.bits != 8 else word // 2 + 4 * (word % 2)
 
 
-def setup(stages: int, consumers: int) -> str:
+def setup(stages: int, consumers: int, fill: int = 1) -> str:
     """Barriers: of each stage that it is full, then that it is empty; all threads wait for it.
 
     Takes their shared address.
@@ -78,6 +78,7 @@ def setup(stages: int, consumers: int) -> str:
     Args:
         stages: how many.
         consumers: threads that multiply.
+        fill: how many threads arrive when a stage is asked for.
     """
     a = Assembly()
     # XLA may launch this one while the launch before is under way.
@@ -85,7 +86,7 @@ def setup(stages: int, consumers: int) -> str:
     thread = a.b32("mov.u32", "%tid.x")
     first = a.holds("eq.u32", thread, 0)
     for place in range(2 * stages):
-        count = 1 if place < stages else consumers // WARP
+        count = fill if place < stages else consumers // WARP
         a.do("mbarrier.init.shared.b64", f"[$0+{8 * place}]", count, when=first)
     a.do("fence.mbarrier_init.release.cluster", when=first)
     a.do("bar.sync", ALL, consumers + PRODUCERS)

@@ -36,7 +36,7 @@ def multiply(stream: Stream) -> str:
     place = _Place(a)
     of_block = BLOCK * stream.own_rows * 2
     inputs = a.b32("mad.lo.u32", of_warps(a, place.group), stream.blocks * of_block, x)
-    cores = TensorCores(a, stream.own_rows, stream.span, inputs)
+    cores = TensorCores(a, stream.own_rows, inputs)
     first = a.b32("mul.lo.u32", place.group, stream.blocks)
     words = Words(a, stream.stage, codes, place.row, place.thread, first)
     numbers = _Scales(a, stream, place, numbers_here)
@@ -45,7 +45,7 @@ def multiply(stream: Stream) -> str:
         return [words.of_block(block, row) for row in (0, 8)], numbers.of_block(block)
 
     blocks = [functools.partial(of, block) for block in range(stream.blocks)]
-    totals = multiplied(a, cores, Decoder(a, stream.bits), blocks, totals)
+    totals = multiplied(a, cores, stream.span, Decoder(a, stream.bits), blocks, totals)
     for index, total in enumerate(totals):
         a.do("mov.b32", f"${index}", total)
     return str(a)

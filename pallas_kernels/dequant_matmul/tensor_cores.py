@@ -21,44 +21,43 @@ _STEP = 16
 
 
 class TensorCores:
-    """Products of spans: inputs that are summed before they meet a scale.
+    """Products that are under way while threads go on.
 
     Args:
         a: to which instructions are added.
         rows: of inputs, a multiple of `COLUMNS`.
-        span: inputs of one.
         inputs: shared address of the group's first block, alike in all its threads. Eight rows of
             a slab are 1,024 bytes, in which pieces of 16 bytes have another place in each row.
-
-    Attributes:
-        span: see there.
     """
 
-    def __init__(self, a: Assembly, rows: int, span: int, inputs: str):
-        self._a, self._rows, self.span = a, rows, span
+    def __init__(self, a: Assembly, rows: int, inputs: str):
+        self._a, self._rows = a, rows
         # What describes inputs: where, in 16 bytes; 1,024 from eight rows to the next; 128 in a
         # row, whose pieces of 16 bytes are in another order in each of eight rows.
         self._lower = a.b32("lop3.b32", a.b32("shr.u32", inputs, 4), "0x00003FFF", 1 << 16, "0xEA")
         self._upper = a.b32("mov.b32", 1 << 30 | 1024 >> 4)
-        self._sums = [a.registers("f32", rows // 2) for _ in range(2)]
-        self._turn = 0
         zero = a.b32("mov.b32", 0)
         self._continues = [a.holds(f"{way}.u32", zero, 0) for way in ("ne", "eq")]
 
-    def start(self, block: int, span: int, pairs: list[list[str]]) -> list[str]:
-        """Begins with the sums of a span.
+    @property
+    def sums(self) -> int:
+        """How many a thread has."""
+        return self._rows // 2
+
+    def start(self, sums: list[str], first: int, pairs: list[list[str]], *, anew: bool) -> None:
+        """Begins with products of some inputs.
 
         Args:
-            block: of the group's.
-            span: of the block.
-            pairs: of the span, of both of a thread's outputs.
+            sums: registers of float32.
+            first: of the inputs.
+            pairs: of them, of both of a thread's outputs.
+            anew: whether sums begin with these.
         """
-        a, sums = self._a, self._sums[self._turn]
-        self._turn = 1 - self._turn
+        a = self._a
         a.do("wgmma.fence.sync.aligned")
-        for step in range(self.span // _STEP):
+        for step in range(len(pairs[0]) // 2):
             values = [of_row[2 * step + k] for k in (0, 1) for of_row in pairs]
-            slab, within = divmod(block * BLOCK + span * self.span + step * _STEP, SLAB)
+            slab, within = divmod(first + step * _STEP, SLAB)
             offset = slab * self._rows * SLAB_BYTES + within * 2
             lower = a.b32("add.u32", self._lower, offset >> 4)
             described = a.b64("mov.b64", braces([lower, self._upper]))
@@ -66,13 +65,12 @@ class TensorCores:
             a.do(
                 f"wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16",
                 *map(braces, (sums, values)),
-                *(described, self._continues[step > 0], 1, 1, 0),
+                *(described, self._continues[step > 0 or not anew], 1, 1, 0),
             )
         a.do("wgmma.commit_group.sync.aligned")
-        return sums
 
     def wait(self, left: int) -> None:
-        """Until no more than so many spans are under way."""
+        """Until no more than so many products that were begun are under way."""
         self._a.do("wgmma.wait_group.sync.aligned", left)
 
 
@@ -84,6 +82,7 @@ def of_warps(a: Assembly, number: str) -> str:
 def multiplied(
     a: Assembly,
     cores: TensorCores,
+    span: int,
     decoder: Decoder,
     blocks: Sequence[Callable[[], tuple[list[list[list[str]]], list[list[str]]]]],
     totals: list[str],
@@ -93,19 +92,23 @@ def multiplied(
     Args:
         a: to which instructions are added.
         cores: that multiply.
+        span: inputs that are summed before they meet a scale.
         decoder: of codes.
         blocks: each gives words of units, of both of a thread's outputs; and the scales of each
             span, of four sums: of the first output with an even row and with an odd one, and of
             the second.
         totals: so far.
     """
+    both = [a.registers("f32", cores.sums) for _ in range(2)]
     before: tuple[list[str], list[str]] | None = None
     for block, read in enumerate(blocks):
         units, scales = read()
         decoded = [(pair for unit in of_row for pair in decoder.pairs(unit)) for of_row in units]
-        for span, numbers in enumerate(scales):
-            pairs = [list(itertools.islice(of_row, cores.span // 8)) for of_row in decoded]
-            sums = cores.start(block, span, pairs)
+        for first, numbers in zip(range(0, BLOCK, span), scales, strict=True):
+            pairs = [list(itertools.islice(of_row, span // 8)) for of_row in decoded]
+            sums, other = both
+            both = [other, sums]
+            cores.start(sums, block * BLOCK + first, pairs, anew=True)
             if before is not None:
                 cores.wait(1)
                 totals = _added(a, totals, *before)

@@ -58,7 +58,7 @@ def expert_dispatch(
 
     Returns:
         The weighted sum, accumulated in float32 and rounded once. With more than 64 tokens, the
-        kernels round what each slot adds to it to bfloat16.
+        kernels round what each slot adds to it to bfloat16, and codes times scales may be, too.
 
     Raises:
         ExceptionGroup: no implementation takes the call; it says why.

@@ -1,84 +1,55 @@
-"""How a tile's inputs come into shared memory, in PTX: see `tile_stream`."""
+"""How a tile's inputs come into a stage, in PTX: see `tile_stream`."""
 
 from __future__ import annotations
 
-from ..assembly import Assembly, braces
-from ..dequant_matmul.stages import CONSUMERS
-from ..dequant_matmul.tensor_cores import BLOCK, SLAB, SLAB_BYTES
-from .tile_stream import ROWS, TileStream
+from ..assembly import Assembly
+from ..dequant_matmul.stages import PRODUCERS
+from ..dequant_matmul.tensor_cores import SLAB, SLAB_BYTES
+from .tile_stream import TileStream
 
-# Eight inputs, which are two steps of one thread at the tensor cores; so many make a slab of a row.
-_PIECE, _PIECES = 8, 8
-# How many pieces a thread has under way at once.
-_AHEAD = 16
+# Bytes of a copy, and how many make a slab of a row.
+_PIECE, _PIECES = 16, 8
 
 
-def spread(stream: TileStream) -> str:
-    """Brings the inputs of a tile's slots into the order in which tensor cores read them.
+def ask(stream: TileStream) -> str:
+    """Asks for the inputs of a tile's slots, and arrives at a barrier when they are there.
 
-    As in `dequant_matmul.stream_inputs`, but that a slot may have two columns, of which each has
-    the pieces of two threads; the others are zeros, and stay. Waits for all threads that multiply
-    before and after.
+    Rows that the tile has not are those of its last slot. By all threads behind those that
+    multiply.
 
-    Takes the address of inputs, that of numbers of the tile's slots, their first place and how
-    many there are, and shared addresses of inputs and of numbers of slots.
+    Takes the address of inputs, that of numbers of slots by place, the tile's first place and how
+    many it has, bytes of a row before these inputs, and shared addresses of the stage's inputs, of
+    the item's numbers of slots, which come with its first stage, and of the barrier.
     """
     a = Assembly()
-    at_once = stream.consumers // (_PIECES * ROWS)
-    thread = a.b32("mov.u32", "%tid.x")
-    odd, owner = a.b32("and.b32", thread, 1), a.b32("bfe.u32", thread, 1, 2)
-    place = a.b32("shr.u32", thread, 3)
-    slab, row = a.b32("div.u32", place, ROWS), a.b32("rem.u32", place, ROWS)
-    there = a.holds("lt.u32", row, "$3")
-    number = a.b32("mov.b32", 0)
-    address = a.b64("mad.wide.u32", row, 4, "$1")
-    a.do("ld.global.nc.b32", number, f"[{address}]", when=there)
-    # What is not there is read as well, from where something is: registers that a thread may leave
-    # as they were would have to be kept from tile to tile.
-    given = a.b32("selp.b32", a.b32("add.u32", row, "$2"), "$2", there)
-    if stream.gated:
-        given = a.b32("div.u32", number, stream.slots_of_token)
-
-    of_odd, of_owner = _strides(stream)
-    start = a.b64("mad.wide.u32", given, stream.inputs * 2, "$0")
-    offset = a.b32("mul.lo.u32", a.b32("shr.u32", slab, 1), BLOCK * 2)
-    offset = a.b32("mad.lo.u32", a.b32("and.b32", slab, 1), 2 * of_odd, offset)
-    offset = a.b32("mad.lo.u32", odd, of_odd, offset)
-    offset = a.b32("mad.lo.u32", owner, of_owner, offset)
-    start = a.b64("mad.wide.u32", offset, 1, start)
-    column = row
-    if stream.copies == 2:
-        column = a.b32("mad.lo.u32", row, 2, a.b32("shr.u32", owner, 1))
-    to = a.b32("mad.lo.u32", slab, stream.own_rows * SLAB_BYTES, "$4")
-    to = a.b32("mad.lo.u32", column, SLAB_BYTES, to)
-    to = a.b32("mad.lo.u32", owner, 4, to)
-    first = a.b32("xor.b32", a.b32("shl.b32", odd, 2), a.b32("and.b32", column, 7))
-    # A word is a pair of inputs, and each pair of a piece is of another half of a step.
-    places = [a.b32("mad.lo.u32", a.b32("xor.b32", first, word), 16, to) for word in range(4)]
-    slabs = range(0, stream.inputs // SLAB, at_once)
-    for begin in range(0, len(slabs), _AHEAD):
-        pieces = [(each, a.registers("b32", 4)) for each in slabs[begin : begin + _AHEAD]]
-        for each, words in pieces:
-            block, half = divmod(each, 2)
-            at = f"[{start}+{block * BLOCK * 2 + half * 2 * of_odd}]"
-            a.do("ld.global.nc.v4.b32", braces(words), at)
-        if begin == 0:
-            # What was there before has been multiplied.
-            a.do("bar.sync", CONSUMERS, stream.consumers)
-        for each, words in pieces:
-            for at, word in zip(places, words, strict=True):
-                to = f"[{at}+{each * stream.own_rows * SLAB_BYTES}]"
-                a.do("st.shared.b32", to, word, when=there)
-    beginning = a.register("pred")
-    leading = a.holds("eq.u32", a.b32("and.b32", thread, _PIECES - 1), 0)
-    a.do("and.pred", beginning, leading, a.holds("eq.u32", slab, 0))
-    a.do("st.shared.b32", f"[{a.b32('mad.lo.u32', row, 4, '$5')}]", number, when=beginning)
-    a.do("fence.proxy.async.shared::cta")
-    a.do("bar.sync", CONSUMERS, stream.consumers)
+    thread = a.b32("sub.u32", a.b32("mov.u32", "%tid.x"), stream.consumers)
+    piece, first = a.b32("and.b32", thread, _PIECES - 1), a.b32("shr.u32", thread, 3)
+    # Rows of a thread are alike in their last three bits, and so is where their pieces go.
+    turned = a.b32("xor.b32", piece, a.b32("and.b32", first, 7))
+    to = a.b32("mad.lo.u32", first, SLAB_BYTES, a.b32("mad.lo.u32", turned, _PIECE, "$5"))
+    offset = a.b32("mad.lo.u32", piece, _PIECE, "$4")
+    last = a.b32("sub.u32", "$3", 1)
+    at_once = PRODUCERS // _PIECES
+    for begin in range(0, stream.rows, at_once):
+        row = a.b32("min.u32", a.b32("add.u32", first, begin), last)
+        given = a.b32("add.u32", row, "$2")
+        if stream.slots_of_token is not None:
+            number = a.register("b32")
+            a.do("ld.global.nc.b32", number, f"[{a.b64('mad.wide.u32', given, 4, '$1')}]")
+            given = a.b32("div.u32", number, stream.slots_of_token)
+        start = a.b64("mad.wide.u32", given, stream.inputs * 2, "$0")
+        start = a.b64("mad.wide.u32", offset, 1, start)
+        for slab in range(stream.stage.inputs // SLAB):
+            place = (slab * stream.rows + begin) * SLAB_BYTES
+            source = f"[{start}+{slab * SLAB_BYTES}]"
+            a.do("cp.async.cg.shared.global", f"[{to}+{place}]", source, _PIECE)
+    if stream.numbers:
+        row = a.b32("add.u32", a.b32("min.u32", thread, last), "$2")
+        beginning = a.register("pred")
+        mine = a.holds("lt.u32", thread, stream.rows)
+        a.do("and.pred", beginning, mine, a.holds("eq.u32", "$4", 0))
+        to = a.b32("mad.lo.u32", thread, 4, "$6")
+        source = a.b64("mad.wide.u32", row, 4, "$1")
+        a.do("cp.async.ca.shared.global", f"[{to}]", f"[{source}]", 4, when=beginning)
+    a.do("cp.async.mbarrier.arrive.noinc.shared.b64", "[$7]")
     return str(a)
-
-
-def _strides(stream: TileStream) -> tuple[int, int]:
-    """Bytes from a thread's piece of a block to its next one, and to the next thread's."""
-    of_unit, of_units = 2 * _PIECE, 2 * BLOCK // 4
-    return (of_unit, of_units) if stream.bits == 3 else (of_units, of_unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from .. import mosaic
 from .._compat import Target
 from ..dequant_matmul.layout import UNIT
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.stages import setup
-from ..dequant_matmul.tensor_cores import TILE
+from ..dequant_matmul.stages import PRODUCERS, setup
 from ..mosaic import Inside, bytes_of
 from .sorting import Tiles
-from .tile_assembly import finish, list_tiles, multiply, sums_of
-from .tile_inputs import spread
-from .tile_stream import ENTRY, GROUPS, ROWS, TileStream
+from .tile_assembly import list_tiles, multiply, sums_of
+from .tile_inputs import ask
+from .tile_results import store_by_slot, store_gated
+from .tile_stream import ENTRY, HEIGHT, TileStream
 
 
 def products(
@@ -33,7 +33,7 @@ def products(
 
     Args:
         stream: sizes.
-        x: tokens, or inputs by place, in bfloat16.
+        x: tokens, or inputs by place, in bfloat16 and in the matrix's `order_of`.
         tiles: of slots.
         weight: stack of all experts.
         target: device.
@@ -69,121 +69,158 @@ class _Plan:
     def __init__(self, stream: TileStream, target: Target, rows: int):
         self.stream, self.programs, self.rows = stream, target.cores, rows
         self.stages = stream.stages(target.shared_memory, target.cores)
-        self.places = stream.scale_places(self.stages)
+        self.places = stream.places(self.stages)
         boxes = self.stages, stream.bits, stream.stage.box_rows, stream.stage.line // 4
         self.shared = [
             jax.ShapeDtypeStruct(boxes, jnp.uint32),
-            bytes_of(stream.held),
+            bytes_of(self.stages * stream.held),
             bytes_of(self.places * stream.scales),
+            bytes_of(self.places * stream.numbers),
+            bytes_of(stream.turned),
             bytes_of(stream.listed(self.programs) * ENTRY),
-            bytes_of(4 * ROWS),
             bytes_of(2 * 8 * self.stages),
         ]
         # Gates come with the rows above: first row, how many, and where to.
-        every = GROUPS * TILE
-        self.pieces = [(0, every, 0)]
+        self.pieces = [(0, HEIGHT, 0)]
         if stream.gated:
-            self.pieces = [(0, every // 2, 0), (stream.outputs, every // 2, every // 2)]
+            half = HEIGHT // 2
+            self.pieces = [(0, half, 0), (stream.outputs, half, half)]
 
     def kernel(self, inside: Inside, *refs: Any) -> None:
         """See `mosaic.launch`."""
         stream = self.stream
         x, slot, expert, first, rows, count, codes, scales, out, *shared = refs
-        _, held, _, listed, _, bars = shared
-        inside.assembly(setup(self.stages, stream.consumers), inside.shared_address(bars))
+        *_, listed, bars = shared
+        text = setup(self.stages, stream.consumers, PRODUCERS + 1)
+        inside.assembly(text, inside.shared_address(bars))
         item = _Items(inside, self, count, listed)
         inside.assembly(
             list_tiles(stream, self.programs),
             item.first_tile,
             *(inside.address(array) for array in (expert, first, rows)),
             inside.shared_address(listed),
-            inside.shared_address(held),
         )
-        consumers = stream.consumers
-        producer = inside.both(
-            inside.less(consumers - 1, inside.thread), inside.less(inside.thread, consumers + 1)
-        )
-        with inside.when(producer), inside.over(0, item.count) as index:
-            of_item = item.at(index)
-            for chunk in range(stream.chunks):
-                self._ask(inside, of_item, chunk, codes, scales, shared)
-        with inside.when(inside.less(inside.thread, consumers)):
+        with inside.when(inside.less(stream.consumers - 1, inside.thread)):
             with inside.over(0, item.count) as index:
                 of_item = item.at(index)
-                self._hold(inside, of_item, x, slot, shared)
-                self._multiply(inside, of_item, out, shared)
+                with inside.over(0, stream.chunks) as chunk:
+                    self._ask(inside, of_item, chunk, (x, slot, codes, scales), shared)
+        multiplies = inside.less(inside.thread, stream.consumers)
+        with inside.when(multiplies), inside.over(0, item.count) as index:
+            of_item = item.at(index)
+            sums = self._multiply(inside, of_item, shared)
+            self._store(inside, of_item, out, shared, sums)
 
-    def _stage(self, inside: Inside, index: Any, chunk: Any, bars: Any) -> tuple[Any, ...]:
-        """Which stage, its barriers (full and empty), and the parity of the first."""
+    def _stage(self, inside: Inside, index: Any, chunk: Any, shared: Any) -> _Stage:
+        """That of a chunk of an item."""
+        codes, held, scales, numbers, *_, bars = shared
         turn, stage = inside.divided(
             inside.sum(inside.product(index, self.stream.chunks), chunk), self.stages
         )
         _, parity = inside.divided(turn, 2)
         full = inside.shared_address(bars, inside.product(stage, 8))
-        return stage, full, inside.sum(full, 8 * self.stages), parity
+        _, place = inside.divided(index, self.places)
+        return _Stage(
+            stage,
+            parity,
+            full,
+            inside.sum(full, 8 * self.stages),
+            inside.shared_address(codes, inside.product(stage, self.stream.stage.size)),
+            inside.shared_address(held, inside.product(stage, self.stream.held)),
+            inside.shared_address(scales, inside.product(place, self.stream.scales)),
+            inside.shared_address(numbers, inside.product(place, self.stream.numbers)),
+        )
 
-    def _scales(self, inside: Inside, item: _Item, scales_here: Any) -> Any:
-        """Where an item's scales lie."""
-        _, place = inside.divided(item.index, self.places)
-        return inside.shared_address(scales_here, inside.product(place, self.stream.scales))
-
-    def _ask(
-        self, inside: Inside, item: _Item, chunk: int, codes: Any, scales: Any, shared: Any
-    ) -> None:
+    def _ask(self, inside: Inside, item: _Item, chunk: Any, arrays: Any, shared: Any) -> None:
         """For a stage of an item, as soon as it is free."""
-        stream, (codes_here, _, scales_here, _, _, bars) = self.stream, shared
-        stage, full, empty, parity = self._stage(inside, item.index, chunk, bars)
-        inside.wait(empty, inside.sum(1, inside.product(-1, parity)))
-        inside.expect(full, stream.stage.copied + (0 if chunk else stream.scales))
+        stream, (x, slot, codes, scales) = self.stream, arrays
+        stage = self._stage(inside, item.index, chunk, shared)
+        inside.wait(stage.empty, inside.sum(1, inside.product(-1, stage.parity)))
+        beginning = inside.less(chunk, 1)
+        with inside.when(inside.less(inside.thread, stream.consumers + 1)):
+            more = inside.select(beginning, inside.number(stream.scales), inside.number(0))
+            inside.expect(stage.full, inside.sum(stream.stage.copied, more))
+            self._ask_for_codes(inside, item, chunk, stage, codes, shared)
+            with inside.when(beginning):
+                for first, count, to in self.pieces:
+                    each = 2 * stream.scale_groups
+                    source = inside.row_address(scales, self._row(inside, item, first), each)
+                    there = inside.sum(stage.scales, to * each)
+                    inside.copy(there, source, count * each, stage.full)
+        before = inside.product(chunk, 2 * stream.stage.inputs)
+        inside.assembly(
+            ask(stream),
+            *(inside.address(array) for array in (x, slot)),
+            *(item.place, item.filled, before, stage.inputs, stage.numbers, stage.full),
+        )
+
+    def _ask_for_codes(
+        self, inside: Inside, item: _Item, chunk: Any, stage: _Stage, codes: Any, shared: Any
+    ) -> None:
+        """By one thread."""
+        stream, (here, *_, bars) = self.stream, shared
         units, width = stream.inputs // UNIT, stream.stage.line // 4
-        base = inside.sum(inside.product(item.expert, self.rows), item.first)
         for first, count, to in self.pieces:
-            rows = inside.sum(base, first), count
+            rows = self._row(inside, item, first), count
             for word in range(stream.bits):
-                columns = word * units + chunk * width, width
-                place = codes_here, (stage, stream.stage.slot(word), to)
-                inside.copy_rows(codes, rows, columns, place, (bars, stage))
-            if chunk == 0:
-                each = 2 * stream.scale_groups
-                there = inside.sum(self._scales(inside, item, scales_here), to * each)
-                source = inside.row_address(scales, rows[0], each)
-                inside.copy(there, source, count * each, full)
+                columns = inside.sum(word * units, inside.product(chunk, width)), width
+                place = here, (stage.number, stream.stage.slot(word), to)
+                inside.copy_rows(codes, rows, columns, place, (bars, stage.number))
 
-    def _hold(self, inside: Inside, item: _Item, x: Any, slot: Any, shared: Any) -> None:
-        """Brings the inputs of a tile, for its first item here and those behind it."""
-        with inside.when(item.fresh):
-            inside.assembly(
-                spread(self.stream),
-                inside.address(x),
-                inside.row_address(slot, item.place, 4),
-                item.place,
-                item.filled,
-                inside.shared_address(shared[1]),
-                inside.shared_address(shared[4]),
-            )
+    def _row(self, inside: Inside, item: _Item, further: int) -> Any:
+        """Of all experts' matrices, so far behind the item's first."""
+        return inside.sum(inside.product(item.expert, self.rows), item.first, further)
 
-    def _multiply(self, inside: Inside, item: _Item, out: Any, shared: Any) -> None:
-        """An item, stage by stage, as they come."""
-        stream, (codes_here, held, scales_here, _, numbers, bars) = self.stream, shared
-        scales = self._scales(inside, item, scales_here)
+    def _multiply(self, inside: Inside, item: _Item, shared: Any) -> list[Any]:
+        """A thread's sums of an item, whose stages are multiplied as they come."""
+        stream = self.stream
 
         def of_chunk(chunk: Any, *sums: Any) -> list[Any]:
-            stage, full, empty, parity = self._stage(inside, item.index, chunk, bars)
-            inside.wait(full, parity)
-            there = inside.shared_address(codes_here, inside.product(stage, stream.stage.size))
-            of_inputs = 2 * stream.own_rows * stream.stage.inputs
-            inputs = inside.shared_address(held, inside.product(chunk, of_inputs))
+            stage = self._stage(inside, item.index, chunk, shared)
+            inside.wait(stage.full, stage.parity)
             of_scales = 2 * stream.stage.inputs // stream.group_size
-            mine = inside.sum(scales, inside.product(chunk, of_scales))
-            operands = inputs, there, mine, *sums
+            scales = inside.sum(stage.scales, inside.product(chunk, of_scales))
+            operands = stage.inputs, stage.codes, scales, *sums
             made = inside.assembly(multiply(stream), *operands, results=sums_of(stream))
-            inside.give_back(empty)
+            inside.give_back(stage.empty)
             return made
 
-        sums = inside.repeated(stream.chunks, [0] * sums_of(stream), of_chunk)
-        slots = inside.shared_address(numbers)
-        operands = item.first, item.place, item.filled, slots, inside.address(out), *sums
-        inside.assembly(finish(stream), *operands)
+        return inside.repeated(stream.chunks, [0] * sums_of(stream), of_chunk)
+
+    def _store(self, inside: Inside, item: _Item, out: Any, shared: Any, sums: list[Any]) -> None:
+        """A thread's results of an item."""
+        stream, out = self.stream, inside.address(out)
+        if stream.gated:
+            inside.assembly(store_gated(stream), item.first, item.place, item.filled, out, *sums)
+            return
+        *_, turned, _, _ = shared
+        numbers = self._stage(inside, item.index, 0, shared).numbers
+        operands = item.first, item.filled, numbers, inside.shared_address(turned), out
+        inside.assembly(store_by_slot(stream), *operands, *sums)
+
+
+class _Stage(NamedTuple):
+    """Where a stage is.
+
+    Attributes:
+        number: of all stages.
+        parity: of its barriers' phase.
+        full: shared address of the barrier that it came.
+        empty: and of that that it was multiplied.
+        codes: shared address of its codes.
+        inputs: and of its inputs.
+        scales: and of its item's scales.
+        numbers: and of its item's numbers of slots.
+    """
+
+    number: Any
+    parity: Any
+    full: Any
+    empty: Any
+    codes: Any
+    inputs: Any
+    scales: Any
+    numbers: Any
 
 
 class _Items:
@@ -212,23 +249,22 @@ class _Items:
         entry = inside.sum(tile, inside.product(self.first_tile, -1))
         address = inside.shared_address(self._listed, inside.product(entry, ENTRY))
         words = inside.assembly("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, results=4)
-        first = inside.product(number, self._plan.stream.item)
-        fresh = inside.either(inside.less(number, 1), inside.less(index, 1))
-        return _Item(index, first, fresh, *words[:3])
+        return _Item(index, inside.product(number, self._plan.stream.item), *words[:3])
 
 
-class _Item:
+class _Item(NamedTuple):
     """Some outputs of a tile of slots.
 
     Attributes:
         index: of the program's.
         first: output.
-        fresh: whether it is the program's first one of its tile.
         expert: of the tile.
         place: of the tile's first slot.
         filled: how many it has.
     """
 
-    def __init__(self, index: Any, first: Any, fresh: Any, expert: Any, place: Any, filled: Any):
-        self.index, self.first, self.fresh = index, first, fresh
-        self.expert, self.place, self.filled = expert, place, filled
+    index: Any
+    first: Any
+    expert: Any
+    place: Any
+    filled: Any

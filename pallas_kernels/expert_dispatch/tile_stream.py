@@ -1,10 +1,10 @@
-"""How experts' codes stream past tiles of slots, of some more than 64 tokens.
+"""How experts' codes stream past tiles of slots, of more than 64 tokens.
 
 Each multiprocessor has one program, and that a run of items: an item is some outputs of a tile of
-up to 16 slots of one expert, see `sorting.Tiles`. The tile's inputs lie in shared memory while its
-items are multiplied, in the order of the tensor cores; one thread asks for codes, whole stages
-ahead: some of the inputs of an item. Two groups of four warps have 64 rows of the matrix each,
-decode them, and the tensor cores take that out of registers.
+slots of one expert, see `sorting.Tiles`. They go through it stage by stage: a stage has some
+inputs, the codes of the item's rows of the matrix and the tile's own, in the order of the tensor
+cores. A group of four warps asks for both, whole stages ahead. Four groups decode a part of the
+rows each, put in scales, and the tensor cores take that out of registers while the next is decoded.
 """
 
 from __future__ import annotations
@@ -13,16 +13,24 @@ import dataclasses
 from typing import Any
 
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.stages import LINES, PRODUCERS, WARP, Stage
-from ..dequant_matmul.tensor_cores import COLUMNS, SLAB, TILE, WARPS
+from ..dequant_matmul.stages import PRODUCERS, WARP, Stage
+from ..dequant_matmul.tensor_cores import TILE, WARPS
+from ..dequant_matmul.turn import Turn, part_width
 from . import sorting
 
-# Slots of a tile.
-ROWS = 16
-GROUPS = 2
+GROUPS = 4
+# Rows of the matrix, of a stage: where there are gates, half of them, and the rows above.
+HEIGHT = GROUPS * TILE
+# Rows of a warp.
+OF_WARP = 16
+# Bytes of a row of a stage, of the words that are the same ones of each unit.
+LINE = 32
 # Bytes of an entry of the list of a program's tiles.
 ENTRY = 16
+# Slots of a tile, with how many an expert should have on average for it.
+ROWS = {16: 0, 32: 12, 64: 32}
 _MOST_STAGES, _LEAST_STAGES = 6, 2
+_MOST_RESULTS = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,51 +42,33 @@ class TileStream:
         group_size: inputs a group.
         inputs: of a product.
         outputs: of a product; where there are gates, as many as there are gates.
-        gated: whether the matrix has gates, and as many rows above.
         slots: in all, S.
-        slots_of_token: how many have the same inputs, where inputs are tokens.
+        rows: most slots of a tile.
         tiles: most of them.
-        line: see `Stage`.
+        slots_of_token: where inputs are tokens, and results go through gates: how many slots have
+            the same inputs.
+        turn: order in which results lie, if not in their own.
     """
 
     bits: int
     group_size: int
     inputs: int
     outputs: int
-    gated: bool
     slots: int
-    slots_of_token: int
+    rows: int
     tiles: int
-    line: int
+    slots_of_token: int | None = None
+    turn: Turn | None = None
 
     @property
-    def copies(self) -> int:
-        """Columns of a slot.
-
-        At 3 bits a thread has a whole unit, so that groups of 64 are summed apart: each of two
-        columns has the inputs of one, and zeros in place of the other's.
-        """
-        return 2 if (self.bits, self.group_size) == (3, 64) else 1
-
-    @property
-    def columns(self) -> int:
-        """Of a tile, eight by eight."""
-        return self.own_rows // COLUMNS
-
-    @property
-    def own_rows(self) -> int:
-        """Columns of a tile."""
-        return ROWS * self.copies
-
-    @property
-    def span(self) -> int:
-        """Inputs that are summed before they meet a scale: more would not have registers."""
-        return min(self.group_size, SLAB)
+    def gated(self) -> bool:
+        """Whether the matrix has gates, and as many rows above."""
+        return self.slots_of_token is not None
 
     @property
     def stage(self) -> Stage:
-        """Some of the inputs of an item."""
-        return Stage(self.bits, GROUPS * TILE, self.line)
+        """Codes of some of the inputs of an item."""
+        return Stage(self.bits, HEIGHT, LINE)
 
     @property
     def chunks(self) -> int:
@@ -86,19 +76,24 @@ class TileStream:
         return self.inputs // self.stage.inputs
 
     @property
+    def held(self) -> int:
+        """Bytes of a stage's inputs."""
+        return self.rows * self.stage.inputs * 2
+
+    @property
     def item(self) -> int:
         """Outputs of one."""
-        return GROUPS * TILE // (2 if self.gated else 1)
+        return HEIGHT // 2 if self.gated else HEIGHT
+
+    @property
+    def apart(self) -> int:
+        """Rows of a stage from a thread's first one to its second: of its gate's to that above."""
+        return HEIGHT // 2 if self.gated else 8
 
     @property
     def items(self) -> int:
         """Of a tile of slots."""
         return self.outputs // self.item
-
-    @property
-    def apart(self) -> int:
-        """Rows of a stage from a thread's first one to its second: of its gate's to that above."""
-        return GROUPS * TILE // 2 if self.gated else 8
 
     @property
     def scale_groups(self) -> int:
@@ -108,12 +103,17 @@ class TileStream:
     @property
     def scales(self) -> int:
         """Bytes of an item's scales."""
-        return GROUPS * TILE * self.scale_groups * 2
+        return HEIGHT * self.scale_groups * 2
 
     @property
-    def held(self) -> int:
-        """Bytes of a tile's inputs."""
-        return self.inputs * self.own_rows * 2
+    def numbers(self) -> int:
+        """Bytes of an item's numbers of slots, where results lie by slot."""
+        return 0 if self.gated else self.rows * 4
+
+    @property
+    def turned(self) -> int:
+        """Bytes in which results by slot come into their order."""
+        return 0 if self.gated else self.rows * HEIGHT * 2
 
     @property
     def consumers(self) -> int:
@@ -129,15 +129,19 @@ class TileStream:
         """Most tiles of which a program has items."""
         return -(-self.tiles // programs) + 2
 
-    def scale_places(self, stages: int) -> int:
-        """For how many items there is room for scales: what is asked for ahead needs its own."""
+    def places(self, stages: int) -> int:
+        """For how many items there is room for scales and numbers of slots.
+
+        What is asked for ahead needs its own.
+        """
         return -(-stages // self.chunks) + 1
 
     def stages(self, memory: int, programs: int) -> int:
         """How many fit into so many bytes of shared memory."""
-        others = self.held + self.listed(programs) * ENTRY + 5 * 1024
+        others = self.turned + self.listed(programs) * ENTRY + 7 * 1024
+        of_item = self.scales + self.numbers
         for stages in range(_MOST_STAGES, 0, -1):
-            own = stages * self.stage.size + self.scale_places(stages) * self.scales
+            own = stages * (self.stage.size + self.held) + self.places(stages) * of_item
             if own + others <= memory:
                 return stages
         return 0
@@ -147,15 +151,22 @@ class TileStream:
         shape = f"{self.outputs}x{self.inputs}"
         if self.inputs % self.stage.inputs or self.outputs % self.item:
             return [f"{shape} is not cut into {self.stage.inputs} inputs and {self.item} outputs"]
+        if self.listed(programs) > self.threads or self.slots * self.outputs > _MOST_RESULTS:
+            return [f"{self.slots} slots of {self.outputs} outputs are too many"]
         if self.stages(memory, programs) < _LEAST_STAGES:
             return [f"{_LEAST_STAGES} stages of {shape} need more than {memory} bytes"]
         return []
 
 
+def order_of(weight: QTensor) -> Turn:
+    """In which order a matrix's inputs are multiplied."""
+    return Turn(part_width(weight.bits))
+
+
 def tile_streams(
     gate_up_proj: QTensor, down_proj: QTensor, ids: Any, memory: int, programs: int
 ) -> tuple[TileStream, TileStream]:
-    """Both launches of a call, cut so that they can be streamed, if they can at all.
+    """Both launches of a call, of as many slots a tile as both have the memory for.
 
     Args:
         gate_up_proj: stack.
@@ -164,14 +175,28 @@ def tile_streams(
         memory: bytes of shared memory.
         programs: of a launch.
     """
-    tokens, slots = ids.shape
-    total, hidden = tokens * slots, gate_up_proj.shape[1] // 2
-    tiles = sorting.tile_count(total, down_proj.shape[0], ROWS)
+    average = ids.size // down_proj.shape[0]
+    found = [
+        _of_rows(gate_up_proj, down_proj, ids, rows)
+        for rows, least in reversed(ROWS.items())
+        if average >= least
+    ]
+    fitting = (both for both in found if not any(each.oddities(memory, programs) for each in both))
+    return next(fitting, found[-1])
 
-    def of(weight: QTensor, outputs: int, gated: bool) -> TileStream:
-        kind = weight.bits, weight.group_size, weight.inputs, outputs, gated, total, slots, tiles
-        found = [TileStream(*kind, line) for line in LINES]
-        fitting = (each for each in found if not each.oddities(memory, programs))
-        return next(fitting, found[-1])
 
-    return of(gate_up_proj, hidden, True), of(down_proj, down_proj.shape[1], False)
+def _of_rows(
+    gate_up_proj: QTensor, down_proj: QTensor, ids: Any, rows: int
+) -> tuple[TileStream, TileStream]:
+    """With so many slots a tile."""
+    slots, of_token = ids.size, ids.shape[1]
+    tiles = sorting.tile_count(slots, down_proj.shape[0], rows)
+
+    def of(weight: QTensor, outputs: int, *more: Any) -> TileStream:
+        return TileStream(
+            weight.bits, weight.group_size, weight.inputs, outputs, slots, rows, tiles, *more
+        )
+
+    hidden = gate_up_proj.shape[1] // 2
+    gates = of(gate_up_proj, hidden, of_token, order_of(down_proj))
+    return gates, of(down_proj, down_proj.shape[1])

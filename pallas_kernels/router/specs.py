@@ -102,6 +102,8 @@ SPECS = {
     "40 rows, 4 of 60, 2020 wide": Spec(40, 2020, 60, 4),
     "5 rows, 3 of 37, 301 wide": Spec(5, 301, 37, 3),
     "16 rows, 8 of 256, float32": Spec(16, weight="float32"),
+    "515 rows, 8 of 256, float32": Spec(515, weight="float32"),
+    "1100 rows, 4 of 60, 2020 wide": Spec(1100, 2020, 60, 4),
     "1 row, 4 of 60": Spec(experts=60, slots=4, renormalise=False),
     "13 rows, 4 of 60, all options": Spec(
         13, experts=60, slots=4, renormalise=False, given=OPTIONS

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._compat import Target, current_target, triton_refusals
 from . import few_rows, reference, some_rows
-from .config import SOME_ROWS, Config, SomeRows, config_for
+from .config import SOME_ROWS, Config, SomeRows, config_for, splits
 from .reference import RouterOutput
 from .specs import DTYPES, MOST_EXPERTS
 from .top_k import top_k
@@ -65,7 +65,7 @@ def logits_in_parts(
     x: Float[Array, "M D"], weight: Float[Array, "E D"], config: Config | None = None
 ) -> Float[Array, "P M E"]:
     """The first launch: logits, or what adds up to them; `config` as for `router`."""
-    if x.shape[0] > SOME_ROWS:
+    if x.shape[0] > SOME_ROWS and not splits(weight):
         return reference.product(x, weight)[None]
     if config is None:
         config = config_for(current_target(), x, weight)

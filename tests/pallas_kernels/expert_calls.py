@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.expert_cases import arguments, routings
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.expert_dispatch import triton
+from pallas_kernels.expert_dispatch.api import OPERATION
 from pallas_kernels.expert_dispatch.config import FewTokens, SomeTokens
 from pallas_kernels.expert_dispatch.shared import SharedExpert
 from pallas_kernels.expert_dispatch.specs import Spec
@@ -24,6 +26,8 @@ SLOTS, EXPERTS = 3, 5
 SUMS = 3e-4
 HIDDEN = {"bfloat16": 3e-3, "float32": SUMS}
 WHOLE = {"bfloat16": 3e-3, "float32": 2 * SUMS}
+# Where weights are rounded to bfloat16 too.
+ROUNDED = 4.2e-3
 
 
 def small(bits: int, down_bits: int, **more: Any) -> Spec:
@@ -113,19 +117,23 @@ def check_whole(spec: Spec, config: FewTokens | SomeTokens, *, given: bool = Tru
     check_call(spec, run, given=given)
 
 
-def check_call(spec: Spec, run: Callable[..., Any], *, given: bool = True, repeat: int = 0) -> None:
+def check_call(
+    spec: Spec, run: Callable[..., Any], *, given: bool = True, rounded: bool = False
+) -> None:
     """All launches together.
 
     Args:
         spec: of the call.
         run: takes its arrays.
         given: also with strengths of the shared expert that are given.
+        rounded: whether weights are rounded to bfloat16.
     """
     arrays, wide = drawn(spec)
     numbers = np.asarray(arrays[1])
-    made = oracle_of_gated(numbers, wide)
-    wanted = oracle_of_down(made, numbers, wide)
-    assert norm_error(jax.jit(run)(*arrays), wanted) < WHOLE[spec.inner]
+    if rounded:
+        _check(spec, run, arrays, wide, ROUNDED)
+        wide = *wide[:2], *jax.tree.map(_in_bfloat16, wide[2:])
+    made = _check(spec, run, arrays, wide, WHOLE[spec.inner])
     if arrays[-1] is None or not given:
         return
     # The first token leaves the shared expert out, the second has a strength given.
@@ -135,3 +143,50 @@ def check_call(spec: Spec, run: Callable[..., Any], *, given: bool = True, repea
     shared = dataclasses.replace(arrays[-1], logit=jnp.asarray(logit))
     wanted = oracle_of_down(made, numbers, wide)
     assert norm_error(jax.jit(run)(*arrays[:-1], shared), wanted) < WHOLE[spec.inner]
+
+
+def _check(
+    spec: Spec, run: Callable[..., Any], arrays: tuple[Any, ...], wide: tuple[Any, ...], bar: float
+) -> list[np.ndarray]:
+    """What a call gives; returns what lies between its products in float64."""
+    numbers = np.asarray(arrays[1])
+    made = oracle_of_gated(numbers, wide)
+    error = norm_error(jax.jit(run)(*arrays), oracle_of_down(made, numbers, wide))
+    assert error < bar, f"{error} of {spec}"
+    return made
+
+
+def _in_bfloat16(weight: np.ndarray) -> np.ndarray:
+    return weight.astype(jnp.bfloat16).astype(np.float64)
+
+
+def check_many_items(spec: Spec, bar: float) -> None:
+    """Calls of real size, whose multiprocessors have many more items each than stages.
+
+    They follow each other without a pause, with weights that are in no cache.
+    """
+    sets = [arguments(spec, seed) for seed in range(3)]
+    ids = routings(spec, 6)
+
+    def run(implementation: str, x: Any, ids: Any, sets: Any) -> list[Any]:
+        results = []
+        for index, mine in enumerate(ids):
+            _, _, *others = sets[index % len(sets)]
+            settings = spec.settings()
+            if implementation == "reference":
+                settings["inner_dtype"] = jnp.dtype("float32")
+            y = OPERATION(x, mine, *others, implementation=implementation, **settings)
+            results.append(y)
+            x = x + (0 * y).astype(x.dtype)
+        return results
+
+    again = jax.jit(functools.partial(run, "mosaic_gpu"))
+    streamed = again(sets[0][0], ids, sets)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(run, "reference"))(sets[0][0], ids, sets)
+    for found, each in zip(streamed, wanted, strict=True):
+        error = norm_error(found, np.asarray(each, np.float64))
+        assert error < bar, f"{error} of {spec}"
+    for _ in range(50):
+        for found, each in zip(again(sets[0][0], ids, sets), streamed, strict=True):
+            np.testing.assert_array_equal(found, each)

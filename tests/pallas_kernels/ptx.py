@@ -57,6 +57,8 @@ class Threads:
         self._given = {f"${index}": self._all(each) for index, each in enumerate(operands)}
         self._given["%tid.x"] = numbers.astype(np.uint32)
         self._given["%laneid"] = self._given["%tid.x"] % np.uint32(WARP)
+        self._numbers = np.asarray(numbers)
+        self._warps = self._numbers // WARP
         self._kinds: dict[str, str] = {}
         self._active = np.ones(self._count, bool)
         self._gone: dict[str, np.ndarray] = {}
@@ -99,6 +101,16 @@ class Threads:
             self._cores.do(operation, operands, self._value, self.registers)
         elif operation == "fence.proxy.async.shared::cta":
             self._shared.tell()
+        elif operation.startswith("stmatrix."):
+            assert mask.all(), "threads are missing"
+            self._store_turned(operation, *operands)
+        elif operation in ("cp.async.cg.shared.global", "cp.async.ca.shared.global"):
+            to, source, size = operands
+            data = self._memory.load(self._address(source)[mask], int(size))
+            self._shared.store(self._address(to)[mask], data)
+        elif operation == "cp.async.mbarrier.arrive.noinc.shared.b64":
+            self.arrivals.update(self._address(operands[0])[mask].tolist())
+            self._shared.publish()
         elif operation.startswith(("ld.", "st.")):
             self._move(operation, operands, mask)
         elif operation == "bra":
@@ -114,6 +126,7 @@ class Threads:
             assert operands == ["0xffffffff"]
             assert mask.all()
             self._warps_wait = True
+            self._shared.publish_to_owners()
         elif operation == "mbarrier.arrive.shared.b64":
             self._arrive(operands[1], mask)
         else:
@@ -144,15 +157,31 @@ class Threads:
         if way == "st":
             values = [self._value(name)[mask] for name in names]
             assert all(value.dtype == dtype for value in values)
-            memory.store(addresses, np.stack(values, 1).view(np.uint8))
+            data = np.ascontiguousarray(np.stack(values, 1)).view(np.uint8)
+            memory.store(addresses, data, self._warps[mask], self._numbers[mask])
             return
         if space == "shared":
             self._warps_wait = False
-        data = memory.load(addresses, each * len(names)).view(dtype)
+        who = {"owners": self._warps[mask], "threads": self._numbers[mask]}
+        data = memory.load(addresses, each * len(names), **who).view(dtype)
         for index, name in enumerate(names):
             result = np.zeros(self._count, _KINDS[self._kinds[name]])
             result[mask] = data[:, index]
             self._set(name, result)
+
+    def _store_turned(self, operation: str, address: str, registers: str) -> None:
+        """Squares of eight, whose columns become rows at addresses that eight lanes give."""
+        assert operation == "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16", operation
+        addresses = self._address(address).reshape(-1, 4, 8)
+        for square, name in enumerate(registers.strip("{}").split(", ")):
+            # Lane 4 g + t has elements 2 t and 2 t + 1 of row g.
+            values = self._value(name).view(np.uint16).reshape(-1, 8, 8)
+            rows = np.ascontiguousarray(values.swapaxes(1, 2)).reshape(-1, 8).view(np.uint8)
+            own = addresses[:, square].reshape(-1)
+            if _conflict(own, 16):
+                self.conflicts.add(operation)
+            # Whichever lane writes it.
+            self._shared.store(own, rows, np.repeat(self._warps[::WARP], 8))
 
     def _multiply(self, operation: str, *operands: str) -> None:
         """Products and sums are exact here, and rounded once; the instruction may be less so."""
@@ -225,6 +254,18 @@ def _pairs_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return _bfloat16(exact).view(np.uint32).reshape(-1)
 
 
+def _pairs_mul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _bfloat16(bfloat16_pairs(a) * bfloat16_pairs(b)).view(np.uint32).reshape(-1)
+
+
+def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """Four bytes of eight; a selector has four bits for each, the lowest byte's first."""
+    both = np.stack([a, b], 1).view(np.uint8)
+    which = selector[:, None] >> 4 * np.arange(4, dtype=np.uint32) & np.uint32(7)
+    assert not (selector[:, None] >> 4 * np.arange(4, dtype=np.uint32) & np.uint32(8)).any()
+    return np.take_along_axis(both, which.astype(np.intp), 1).copy().view(np.uint32).reshape(-1)
+
+
 def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
     # What the tables say of (a & b) | c, and of (a & b) ^ c.
     [which] = set(table.tolist())
@@ -252,6 +293,8 @@ _MADE: dict[str, Callable[..., np.ndarray]] = {
     "xor.b32": lambda a, b: a ^ b,
     "bfe.u32": lambda a, first, count: a >> first & (np.uint32(1) << count) - np.uint32(1),
     "lop3.b32": _lop3,
+    "min.u32": np.minimum,
+    "prmt.b32": _prmt,
     "selp.b32": lambda a, b, condition: np.where(condition, a, b),
     "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,
@@ -260,10 +303,14 @@ _MADE: dict[str, Callable[..., np.ndarray]] = {
     "and.pred": lambda a, b: a & b,
     "setp.lt.s32": lambda a, b: a.view(np.int32) < b.view(np.int32),
     "fma.rn.bf16x2": _pairs_fma,
+    "mul.rn.bf16x2": _pairs_mul,
     "add.f32": lambda a, b: _bits(_float(a) + _float(b)),
     "mul.f32": lambda a, b: _bits(_float(a) * _float(b)),
     "fma.rn.f32": lambda a, b, c: _bits(_float(a) * _float(b) + _float(c)),
     "ex2.approx.f32": lambda a: _bits(np.exp2(_float(a))),
     "rcp.approx.f32": lambda a: _bits(1 / _float(a)),
+    "cvt.rn.bf16x2.f32": lambda upper, lower: (
+        _bfloat16(np.stack([_float(lower), _float(upper)], 1)).view(np.uint32).reshape(-1)
+    ),
     "cvt.rn.bf16.f32": lambda a: _bfloat16(_float(a)).view(np.uint16),
 }

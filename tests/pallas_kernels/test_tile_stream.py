@@ -2,127 +2,168 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
-from pallas_kernels.dequant_matmul.tensor_cores import BLOCK, TILE
-from pallas_kernels.expert_dispatch.tile_assembly import finish, list_tiles, multiply, sums_of
-from pallas_kernels.expert_dispatch.tile_inputs import spread
-from pallas_kernels.expert_dispatch.tile_stream import ENTRY, GROUPS, ROWS, TileStream
+from pallas_kernels.dequant_matmul.turn import Turn
+from pallas_kernels.expert_dispatch.tile_assembly import list_tiles, multiply, sums_of
+from pallas_kernels.expert_dispatch.tile_inputs import ask
+from pallas_kernels.expert_dispatch.tile_results import store_by_slot, store_gated
+from pallas_kernels.expert_dispatch.tile_stream import ENTRY, HEIGHT, TileStream
 from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.streams import put_box, run_text
 
 INPUTS, SLOTS, RESULTS = 0x7F0000000000, 0x7F0001000000, 0x7F0002000000
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+NUMBERS, TURNED = 1024, 2048
 PROGRAMS, SLOTS_OF_TOKEN, TOKENS, TILES, ITEMS = 4, 3, 40, 11, 3
+# Orders of what threads of four take: a unit each at 3 bits, else a word of each unit.
+OF_UNITS, OF_WORDS = Turn(32), Turn(8)
 STREAMS = [
     TileStream(
         bits,
         group,
         inputs,
-        ITEMS * (64 if gated else 128),
-        gated,
+        ITEMS * HEIGHT // (2 if turn else 1),
         TOKENS * SLOTS_OF_TOKEN,
-        SLOTS_OF_TOKEN,
+        rows,
         TILES,
-        line,
+        SLOTS_OF_TOKEN if turn else None,
+        turn,
     )
-    for bits, group, inputs, gated, line in (
-        (3, 64, 1024, True, 64),
-        (3, 64, 512, False, 64),
-        (3, 64, 2048, True, 64),
-        (3, 128, 1024, True, 128),
-        (4, 32, 1024, False, 64),
-        (4, 64, 1024, True, 128),
-        (4, 128, 2048, False, 128),
+    for bits, group, inputs, rows, turn in (
+        (3, 64, 1024, 16, OF_UNITS),
+        (3, 64, 512, 32, None),
+        (3, 64, 512, 64, OF_WORDS),
+        (3, 128, 768, 64, None),
+        (4, 64, 512, 16, OF_UNITS),
+        (4, 64, 256, 64, None),
+        (4, 128, 768, 32, OF_WORDS),
     )
 ]
 
 
-@pytest.mark.parametrize("filled", [ROWS, 5, 1])
+@pytest.mark.parametrize("filled", ["all", 5, 1])
 @pytest.mark.parametrize("stream", STREAMS, ids=str)
 def test_an_item(stream, filled):
-    """The second tile that a program has, behind one that is full."""
-    rng = np.random.default_rng(filled)
+    rng = np.random.default_rng(1)
+    filled = stream.rows if filled == "all" else filled
     rows = 2 * stream.outputs if stream.gated else stream.outputs
     codes = rng.integers(0, 2**stream.bits, (rows, stream.inputs)).astype(np.uint8)
     scales = rng.normal(size=(rows, stream.scale_groups)).astype(BFLOAT16)
     count = TOKENS if stream.gated else stream.slots
     x = (rng.normal(size=(count, stream.inputs)) / stream.inputs**0.5).astype(BFLOAT16)
-    words, slot = pack(codes, stream.bits), rng.permutation(stream.slots).astype(np.int32)
+    slot = rng.permutation(stream.slots).astype(np.int32)
     assert not stream.oddities(H200.shared_memory, PROGRAMS)
-    held, stage = 1024, 1024 + stream.held + 384
-    numbers = stage + -(-stream.stage.size // 1024) * 1024
-    own_slots = numbers + stream.scales
-    shared = Memory(0, own_slots + 4 * ROWS + 1024)
-    shared.put(held, np.full(stream.held, 0xFF, np.uint8))
-    memory = Memory(INPUTS, RESULTS - INPUTS + stream.slots * stream.outputs * 2)
-    memory.put(INPUTS, x)
-    memory.put(SLOTS, slot)
-
-    def run(text: str, operands: list, results: int = 0) -> list[np.ndarray]:
-        made, conflicts = run_text(text, operands, shared, memory, stream.consumers, results)
-        # Scales of a row lie side by side, and two columns of a slot in each other's banks.
-        allowed = {f"ld.shared.{ {1: 'u16', 2: 'b32', 4: 'v2.b32'}[BLOCK // stream.group_size] }"}
-        if stream.copies == 2:
-            allowed.add("st.shared.b32")
-        assert not conflicts - allowed, conflicts
-        return made
-
-    _clear(stream, shared, memory, held)
-    first = 0
-    for first, rows_here in ((0, ROWS), (ROWS + 3, filled)):
-        at = np.uint64(SLOTS + 4 * first)
-        run(spread(stream), [np.uint64(INPUTS), at, first, rows_here, held, own_slots])
-    item = stream.item * (ITEMS - 1)
+    first, item = stream.slots - filled - 3, stream.item * (ITEMS - 1)
     parts = [slice(item, item + stream.item)]
     if stream.gated:
         parts.append(slice(stream.outputs + item, stream.outputs + item + stream.item))
     mine = np.concatenate([np.arange(rows)[part] for part in parts])
-    assert len(mine) == GROUPS * TILE
-    shared.put(numbers, scales[mine])
-    totals = [np.zeros(stream.consumers, np.uint32)] * sums_of(stream)
-    for chunk in range(stream.chunks):
-        units = stream.stage.line // 4
-        for word in range(stream.bits):
-            piece = np.ascontiguousarray(words[mine, word, chunk * units : (chunk + 1) * units])
-            box = stage + stream.stage.slot(word) * stream.stage.box
-            put_box(shared, box, piece, stream.stage.line)
-        inputs = held + chunk * stream.stage.inputs * stream.own_rows * 2
-        given = [inputs, stage, numbers + chunk * stream.stage.inputs // stream.group_size * 2]
-        totals = run(multiply(stream), [*given, *totals], sums_of(stream))
-    run(finish(stream), [item, first, filled, own_slots, np.uint64(RESULTS), *totals])
+    assert len(mine) == HEIGHT
+    memory = Memory(INPUTS, RESULTS - INPUTS + stream.slots * stream.outputs * 2)
+    order = OF_UNITS if stream.bits == 3 else OF_WORDS
+    memory.put(INPUTS, np.asarray(order.turned(jnp.asarray(x), 1)))
+    memory.put(SLOTS, slot)
+    totals = _totals(stream, memory, pack(codes, stream.bits)[mine], scales[mine], (first, filled))
+    if stream.gated:
+        text, operands = store_gated(stream), [item, first, filled, np.uint64(RESULTS), *totals]
+    else:
+        given = [item, filled, NUMBERS, TURNED, np.uint64(RESULTS)]
+        text, operands = store_by_slot(stream), [*given, *totals]
+    shared = Memory(0, TURNED + stream.turned)
+    shared.put(NUMBERS, slot[first + np.minimum(np.arange(stream.rows), filled - 1)])
+    # Twice, since each item finds in shared memory what the one before left.
+    for _ in range(2):
+        ran = run_text(text, operands, shared, memory, stream.consumers, 0)
+        assert not ran.conflicts
 
     found, there = memory.stored_from(RESULTS, BFLOAT16, (stream.slots, stream.outputs))
     chosen = slot[first : first + filled]
     given = x[chosen // SLOTS_OF_TOKEN] if stream.gated else x[first : first + filled]
     to = np.arange(first, first + filled) if stream.gated else chosen
     wide = np.repeat(scales.astype(np.float64), stream.group_size, axis=1)
-    matrix = (wide * (codes - CENTRES[stream.bits]))[mine]
-    wanted = given.astype(np.float64) @ matrix.T
+    matrix = (wide * (codes - CENTRES[stream.bits])).astype(BFLOAT16)[mine]
+    wanted = given.astype(np.float64) @ matrix.astype(np.float64).T
     if stream.gated:
         gate, up = np.split(wanted, 2, axis=1)
         wanted = gate / (1 + np.exp(-gate)) * up
+    columns = np.arange(item, item + stream.item)
+    if stream.turn is not None:
+        columns = np.asarray(stream.turn.place_of(jnp.asarray(columns)))
     places = np.zeros_like(there)
-    places[to, item : item + stream.item] = True
+    places[np.ix_(to, columns)] = True
     np.testing.assert_array_equal(there, places)
     scale = np.abs(wanted).max()
     np.testing.assert_allclose(
-        found[to, item : item + stream.item].astype(np.float64),
-        wanted,
-        rtol=2**-8,
-        atol=1e-6 * scale,
+        found[np.ix_(to, columns)].astype(np.float64), wanted, rtol=2**-8, atol=1e-6 * scale
     )
 
 
-def _clear(stream: TileStream, shared: Memory, memory: Memory, held: int) -> None:
-    """As `list_tiles` does, whose list lies elsewhere here."""
-    del memory
-    if stream.copies == 2:
-        shared.put(held, np.zeros(stream.held, np.uint8))
+def _totals(
+    stream: TileStream,
+    memory: Memory,
+    words: np.ndarray,
+    scales: np.ndarray,
+    tile: tuple[int, int],
+) -> list[np.ndarray]:
+    """All threads' sums of an item, stage by stage.
+
+    Args:
+        stream: see there.
+        memory: inputs and slots.
+        words: codes of the item's rows.
+        scales: of them.
+        tile: first place, and how many slots.
+    """
+    held, stage = 2048, 2048 + stream.held
+    numbers = stage + -(-stream.stage.size // 1024) * 1024
+    totals = [np.zeros(stream.consumers, np.uint32)] * sums_of(stream)
+    threads = np.arange(stream.consumers, stream.threads)
+    barrier = 8
+    for chunk in range(stream.chunks):
+        shared = Memory(0, numbers + stream.scales)
+        shared.put(numbers, scales)
+        units = stream.stage.line // 4
+        for word in range(stream.bits):
+            piece = np.ascontiguousarray(words[:, word, chunk * units : (chunk + 1) * units])
+            box = stage + stream.stage.slot(word) * stream.stage.box
+            put_box(shared, box, piece, stream.stage.line)
+        before = chunk * stream.stage.inputs * 2
+        given = [np.uint64(INPUTS), np.uint64(SLOTS), *tile, before, held, NUMBERS, barrier]
+        ran = run_text(ask(stream), given, shared, memory, threads, 0)
+        assert not ran.conflicts
+        assert ran.arrivals == {barrier: len(threads)}
+        if stream.numbers and chunk == 0:
+            _check_numbers(shared, memory, stream, tile)
+        at = numbers + chunk * stream.stage.inputs // stream.group_size * 2
+        given = [held, stage, at, *totals]
+        totals, conflicts, _ = run_text(
+            multiply(stream), given, shared, memory, stream.consumers, sums_of(stream)
+        )
+        # Scales of a row lie side by side. At 4 bits, two of four boxes of short lines are in the
+        # same banks.
+        allowed = {"ld.shared.u16", "ld.shared.b32"} if stream.bits == 3 else {"ld.shared.v4.b32"}
+        assert not conflicts - allowed - {"ld.shared.u16", "ld.shared.b32"}, conflicts
+    return totals
+
+
+def _check_numbers(
+    shared: Memory, memory: Memory, stream: TileStream, tile: tuple[int, int]
+) -> None:
+    """Behind the tile's slots is its last one."""
+    first, filled = tile
+    slots, _ = memory.stored_from(SLOTS, np.dtype(np.int32), (stream.slots,))
+    found, there = shared.stored_from(NUMBERS, np.dtype(np.int32), (stream.rows,))
+    assert there.all()
+    wanted = slots[first + np.minimum(np.arange(stream.rows), filled - 1)]
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_tiles_of_a_program():
@@ -134,10 +175,9 @@ def test_tiles_of_a_program():
     for address, array in zip(addresses, arrays, strict=True):
         memory.put(address, array)
     listed = 1024
-    held = listed + 1024
     for first in (0, 3, stream.tiles - 2):
-        shared = Memory(0, held + stream.held)
-        operands = [first, *map(np.uint64, addresses), listed, held]
+        shared = Memory(0, listed + 1024)
+        operands = [first, *map(np.uint64, addresses), listed]
         run_text(list_tiles(stream, PROGRAMS), operands, shared, memory, stream.threads, 0)
         shape = stream.listed(PROGRAMS), ENTRY // 4
         found, there = shared.stored_from(listed, np.dtype(np.int32), shape)
@@ -147,5 +187,26 @@ def test_tiles_of_a_program():
         for index, array in enumerate(arrays):
             wanted[: len(array[filled]), index] = array[filled]
         np.testing.assert_array_equal(found, wanted)
-        zeros, there = shared.stored_from(held, np.dtype(np.uint8), (stream.held,))
-        assert there.all() and not zeros.any()
+
+
+@pytest.mark.parametrize("stages", range(2, 7))
+@pytest.mark.parametrize("chunks", range(1, 13))
+def test_places_of_an_item_outlast_it(stages, chunks):
+    """What comes with an item's first stage replaces that of an item all of whose stages, and one
+    more, were given back: its warps have stored it by then."""
+    places = dataclasses.replace(STREAMS[0], inputs=256 * chunks).places(stages)
+    assert places * chunks - stages >= chunks > (places - 1) * chunks - stages
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 132])
+@pytest.mark.parametrize("items", [1, 3, 8])
+def test_every_tile_of_a_program_is_listed(programs, items):
+    """As `_Items` cuts the list, whatever there is of the most tiles."""
+    for most in (1, 11, 200):
+        stream = dataclasses.replace(STREAMS[0], tiles=most, outputs=items * STREAMS[0].item)
+        assert stream.items == items
+        for total in range(most + 1):
+            for program in range(programs):
+                begin, end = (total * items * each // programs for each in (program, program + 1))
+                listed = (end - 1) // items - begin // items + 1 if end > begin else 0
+                assert listed <= stream.listed(programs)
