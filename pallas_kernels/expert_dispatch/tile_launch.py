@@ -42,7 +42,7 @@ def products(
     Returns:
         Results; at places that no slot has, or in slots that are not filled, anything.
     """
-    plan = _Plan(stream, target, weight.shape[1])
+    plan = Plan(stream, target, weight.shape[1])
     return mosaic.launch(
         plan.kernel,
         x,
@@ -57,7 +57,7 @@ def products(
     )
 
 
-class _Plan:
+class Plan:
     """The kernel.
 
     Args:
@@ -231,7 +231,7 @@ class _Items:
         first_tile: that of the first item.
     """
 
-    def __init__(self, inside: Inside, plan: _Plan, count: Any, listed: Any):
+    def __init__(self, inside: Inside, plan: Plan, count: Any, listed: Any):
         self._inside, self._plan, self._listed = inside, plan, listed
         items, programs = plan.stream.items, plan.programs
         [tiles] = inside.assembly("ld.global.nc.b32 $0, [$1];", inside.address(count), results=1)

@@ -20,6 +20,8 @@ WARP = 32
 _KINDS = {"b16": np.uint16, "b32": np.uint32, "f32": np.uint32, "b64": np.uint64, "pred": np.bool_}
 _INSTRUCTION = re.compile(r"(?:@(%\w+) )?([\w.:]+) ?(.*);")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
+# What is for memory that is ordered here anyway.
+_NOTHING = ("griddepcontrol.wait", "fence.mbarrier_init.release.cluster")
 
 
 class Threads:
@@ -36,6 +38,7 @@ class Threads:
     Attributes:
         registers: of all threads, as bits.
         arrivals: how many there were at each address.
+        barriers: of how many threads each address waits.
         conflicts: accesses to shared memory whose threads need one bank for different words.
     """
 
@@ -50,6 +53,7 @@ class Threads:
     ):
         self.registers = dict(registers or {})
         self.arrivals: collections.Counter[int] = collections.Counter()
+        self.barriers: dict[int, int] = {}
         self.conflicts: set[str] = set()
         self._count = len(numbers)
         self._memory, self._shared = memory or Memory(0, 0), shared or Memory(0, 0)
@@ -127,6 +131,12 @@ class Threads:
             assert mask.all()
             self._warps_wait = True
             self._shared.publish_to_owners()
+        elif operation == "mbarrier.init.shared.b64":
+            address, count = operands
+            [place] = np.unique(self._address(address)[mask])
+            self.barriers[int(place)] = int(count)
+        elif operation in _NOTHING:
+            pass
         elif operation == "mbarrier.arrive.shared.b64":
             self._arrive(operands[1], mask)
         else:

@@ -19,11 +19,13 @@ class Ran(NamedTuple):
         results: of all threads.
         conflicts: accesses with conflicts.
         arrivals: how many there were at each address.
+        barriers: of how many threads each address waits.
     """
 
     results: list[np.ndarray]
     conflicts: set[str]
     arrivals: Counter[int]
+    barriers: dict[int, int]
 
 
 def run_text(
@@ -59,10 +61,10 @@ def run_text(
                 registers[f"%g{index}"] = each.copy()
         declared.append(f".reg .{kind} %g{index};")
     text = re.sub(r"\$(\d+)", r"%g\1", text)
-    text = "\n".join(["{", *declared, *text.splitlines()[1:]])
+    text = "\n".join([*declared, text])
     made = Threads(numbers, (), registers, memory, shared).run(text)
     found = [made.registers[f"%g{index}"] for index in range(results)]
-    return Ran(found, made.conflicts, made.arrivals)
+    return Ran(found, made.conflicts, made.arrivals, made.barriers)
 
 
 def put_box(shared: Memory, address: int, words: np.ndarray, line: int) -> None:

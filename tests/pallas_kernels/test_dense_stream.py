@@ -38,7 +38,7 @@ STREAMS = [
 def _run(
     stream: Stream, text: str, operands: list, shared: Memory, memory: Memory, results: int = 0
 ):
-    made, conflicts, _ = run_text(text, operands, shared, memory, stream.consumers, results)
+    made, conflicts, *_ = run_text(text, operands, shared, memory, stream.consumers, results)
     # Scales of a row lie side by side, and so in the same banks as those of other rows.
     scales = {1: "u16", 2: "b32", 4: "v2.b32"}[BLOCK // stream.group_size]
     assert not conflicts - {f"ld.shared.{scales}"}, conflicts

@@ -144,7 +144,7 @@ def _totals(
             _check_numbers(shared, memory, stream, tile)
         at = numbers + chunk * stream.stage.inputs // stream.group_size * 2
         given = [held, stage, at, *totals]
-        totals, conflicts, _ = run_text(
+        totals, conflicts, *_ = run_text(
             multiply(stream), given, shared, memory, stream.consumers, sums_of(stream)
         )
         # Scales of a row lie side by side. At 4 bits, two of four boxes of short lines are in the
