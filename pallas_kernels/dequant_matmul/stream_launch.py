@@ -37,7 +37,7 @@ def products(
         dtype: of the results.
         target: device.
     """
-    plan = _Plan(stream, stream.stages(target.shared_memory), target.cores, dtype)
+    plan = Plan(stream, stream.stages(target.shared_memory), target.cores, dtype)
     words = weights[0].bits * weights[0].codes.shape[-1]
     made = mosaic.launch(
         plan.kernel,
@@ -55,7 +55,7 @@ def products(
     return [jnp.sum(y, axis=0).astype(dtype) for y in made]
 
 
-class _Plan:
+class Plan:
     """The kernel.
 
     Args:

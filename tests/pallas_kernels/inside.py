@@ -81,6 +81,9 @@ class Recorder(Inside):
     def less(self, a: Any, b: Any) -> Value:
         return self._made(lambda a, b: a < b, a, b)
 
+    def both(self, a: Any, b: Any) -> Value:
+        return self._made(np.logical_and, a, b)
+
     def select(self, condition: Any, a: Any, b: Any) -> Value:
         return self._made(np.where, condition, a, b)
 

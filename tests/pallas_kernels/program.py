@@ -7,13 +7,14 @@ asked for.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from tests.pallas_kernels.inside import Body, Env, Value
+from tests.pallas_kernels.inside import Array, Body, Env, Value
 from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.streams import put_box, run_text
 
@@ -40,6 +41,27 @@ class Barrier:
     def _turn(self) -> None:
         if self._left == self._bytes == 0:
             self._left, self.phase = self._count, self.phase + 1
+
+
+def arrays_of(shapes: Sequence[Any], begin: int = 1024) -> tuple[list[Array], int]:
+    """Shared memory that a launch asks for, in multiples of 1,024, and where it ends."""
+    found = []
+    for each in shapes:
+        size = each.dtype.itemsize
+        sizes = [math.prod(each.shape[axis + 1 :]) * size for axis in range(len(each.shape))]
+        found.append(Array(begin, strides=tuple(sizes)))
+        begin += -(-math.prod(each.shape) * size // 1024) * 1024
+    return found, begin
+
+
+def put_all(memory: Memory, address: int, arrays: Sequence[np.ndarray]) -> tuple[list[Array], int]:
+    """Arrays one behind the other in the device's memory, and where they end."""
+    found = []
+    for array in arrays:
+        memory.put(address, array)
+        found.append(Array(np.uint64(address), array))
+        address += -(-array.nbytes // 1024) * 1024
+    return found, address
 
 
 class Program:
@@ -137,6 +159,8 @@ class Program:
 
     def _assembly(self, env: Env, text: str, operands: list[Any], names: list[int]) -> None:
         given = [each if isinstance(each, np.uint64) else each(env) for each in operands]
+        # Addresses of the device's memory are alike in all threads.
+        given = [np.uint64(_alike(each)) if each.dtype == np.uint64 else each for each in given]
         ran = run_text(text, given, self._shared, self._memory, env.threads, len(names))
         env.values |= {
             name: each.astype(np.int64) for name, each in zip(names, ran.results, strict=True)

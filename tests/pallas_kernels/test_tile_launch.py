@@ -16,7 +16,7 @@ from pallas_kernels.expert_dispatch.tile_launch import Plan
 from pallas_kernels.expert_dispatch.tile_stream import HEIGHT, TileStream
 from tests.pallas_kernels.inside import Array, Recorder
 from tests.pallas_kernels.memory import Memory
-from tests.pallas_kernels.program import Program
+from tests.pallas_kernels.program import Program, arrays_of, put_all
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DEVICE = 0x7F0000000000
@@ -106,11 +106,7 @@ def _run(
     ]
     size = 2 * stream.slots * stream.outputs
     memory = Memory(DEVICE, sum(each.nbytes + 1024 for each in arrays) + size)
-    refs, address = [], DEVICE
-    for array in arrays:
-        memory.put(address, array)
-        refs.append(Array(np.uint64(address), array))
-        address += -(-array.nbytes // 1024) * 1024
+    refs, address = put_all(memory, DEVICE, arrays)
     refs.append(Array(np.uint64(address)))
     for number in range(PROGRAMS):
         _program(stream, height, refs, memory, number)
@@ -124,14 +120,7 @@ def _program(
     """One of them."""
     target = dataclasses.replace(H200, cores=PROGRAMS)
     plan = Plan(stream, target, height)
-    shared, end = [], 1024
-    for each in plan.shared:
-        size = each.dtype.itemsize
-        strides = tuple(
-            int(np.prod(each.shape[axis + 1 :])) * size for axis in range(len(each.shape))
-        )
-        shared.append(Array(end, strides=strides))
-        end += -(-int(np.prod(each.shape)) * size // 1024) * 1024
+    shared, end = arrays_of(plan.shared)
     assert end <= target.shared_memory
     inside = Recorder()
     plan.kernel(inside, *refs, *shared)
