@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 
@@ -76,6 +77,11 @@ class Assembly:
 def braces(words: Sequence[str]) -> str:
     """Operands of an instruction on vectors; of one alone, it itself."""
     return words[0] if len(words) == 1 else f"{{{', '.join(words)}}}"
+
+
+def float32(number: float) -> str:
+    """A number as PTX writes a float32 exactly."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', number))[0]:08X}"
 
 
 def _vector(count: int) -> str:

@@ -9,9 +9,8 @@ bits of each four units one.
 from __future__ import annotations
 
 import functools
-import struct
 
-from ..assembly import Assembly
+from ..assembly import Assembly, float32
 from .pairs_assembly import FACTORS, Decoder
 from .stage_words import Words, scales
 from .stages import CONSUMERS
@@ -96,7 +95,7 @@ def finish(stream: Stream, size: int) -> str:
             row = a.b32("mad.lo.u32", place.thread, 2, a.b32("and.b32", element, 1))
             row = a.b32("add.u32", a.b32("add.u32", row, COLUMNS * column), first_row)
             to = a.b32("mad.lo.u32", row, width, output)
-            number = a.f32("mul.f32", total, _float(1 / FACTORS[stream.bits]))
+            number = a.f32("mul.f32", total, float32(1 / FACTORS[stream.bits]))
             near = a.holds("lt.u32", row, stream.rows)
             _store(a, number, a.b64("mad.wide.u32", to, size, out), size, near)
     return str(a)
@@ -168,8 +167,3 @@ class _Scales:
         spans = stream.group_size // stream.span
         pairs = [pair for pair in zip(*both, strict=True) for _ in range(spans)]
         return [[first, first, second, second] for first, second in pairs]
-
-
-def _float(number: float) -> str:
-    """As PTX writes a float32 exactly."""
-    return f"0f{struct.unpack('>I', struct.pack('>f', number))[0]:08X}"

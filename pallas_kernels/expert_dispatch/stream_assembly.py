@@ -9,18 +9,16 @@ another order in each row, so that eight rows are read without conflicts.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
-from ..assembly import Assembly, braces
+from ..assembly import Assembly, braces, float32
 from ..dequant_matmul.layout import UNIT
 from ..dequant_matmul.pairs_assembly import FACTORS, Decoder
+from .silu_assembly import silu
 from .stream import BLOCK, ROWS, Stream
 
 ALL_THREADS = 15  # numbers of barriers; groups of warps have others, from `_OF_GROUPS` on
 _OF_GROUPS = 8
-# As float32: -log2(e).
-_MINUS_LOG2_E = "0fBFB8AA3B"
 
 
 def setup(stream: Stream, stages: int) -> str:
@@ -94,7 +92,7 @@ def multiply(stream: Stream) -> str:
     a.do("mbarrier.arrive.shared.b64", done, "[$8]", when=a.holds("eq.u32", place.lane, 0))
     if stream.cut.parts > 1:
         sums = _together(a, stream, place, sums)
-    sums = [a.f32("mul.f32", each, _float(1 / FACTORS[stream.bits])) for each in sums]
+    sums = [a.f32("mul.f32", each, float32(1 / FACTORS[stream.bits])) for each in sums]
     _store(a, stream, place, slots, sums)
     a.label("DONE")
     return str(a)
@@ -133,8 +131,8 @@ def _sums(a: Assembly, stream: Stream, place: _Place) -> list[str]:
     read_codes = _codes(a, stream, place)
     read_inputs = _inputs(a, stream, place)
     read_scales = _scales(a, stream, place)
-    zero = a.f32("mov.f32", _float(0.0))
-    totals = [a.f32("mov.f32", _float(0.0)) for _ in range(4)]
+    zero = a.f32("mov.f32", float32(0.0))
+    totals = [a.f32("mov.f32", float32(0.0)) for _ in range(4)]
     for block in range(stream.blocks):
         scales = [read_scales(block, row) for row in (0, place.apart)]
         inputs = read_inputs(block)
@@ -262,12 +260,8 @@ def _store(a: Assembly, stream: Stream, place: _Place, slots: list[str], sums: l
         for row, total in zip((0, place.apart), sums, strict=True):
             a.do("st.global.f32", f"[{address}+{4 * row}]", total, when=filled)
         return
-    gate, up = sums
-    power = a.f32("ex2.approx.f32", a.f32("mul.f32", gate, _MINUS_LOG2_E))
-    opened = a.f32("rcp.approx.f32", a.f32("add.f32", power, _float(1.0)))
-    made = a.f32("mul.f32", a.f32("mul.f32", gate, opened), up)
     rounded = a.register("b16")
-    a.do("cvt.rn.bf16.f32", rounded, made)
+    a.do("cvt.rn.bf16.f32", rounded, silu(a, *sums))
     index = a.b32("mad.lo.u32", slot, stream.outputs, _turned(a, output))
     address = a.b64("mad.wide.u32", index, 2, "$7")
     a.do("st.global.b16", f"[{address}]", rounded, when=filled)
@@ -282,8 +276,3 @@ def _turned(a: Assembly, column: str) -> str:
 
 def _bitcast(a: Assembly, word: str) -> str:
     return a.f32("mov.b32", word)
-
-
-def _float(number: float) -> str:
-    """As PTX writes a float32 exactly."""
-    return f"0f{struct.unpack('>I', struct.pack('>f', number))[0]:08X}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import struct
-
-from ..assembly import Assembly, braces
+from ..assembly import Assembly, braces, float32
 from ..dequant_matmul.pairs_assembly import FACTORS
 from ..dequant_matmul.tensor_cores import COLUMNS
 from ..dequant_matmul.turn import THREADS, Turn
+from .silu_assembly import silu
 from .tile_assembly import Place, sums_of
 from .tile_stream import OF_WARP, TileStream
 
-# As float32: -log2(e).
-_MINUS_LOG2_E = "0fBFB8AA3B"
 # Slots that a warp stores at once.
 _AT_ONCE = 16
 
@@ -38,7 +35,7 @@ def store_gated(stream: TileStream) -> str:
         address = a.b64("mad.wide.u32", index, 2, out)
         rounded = a.register("b16")
         gate, above = (sums[4 * column + 2 * half + odd] for half in (0, 1))
-        a.do("cvt.rn.bf16.f32", rounded, _silu(a, gate, above))
+        a.do("cvt.rn.bf16.f32", rounded, silu(a, gate, above))
         a.do("st.global.b16", f"[{address}]", rounded, when=near)
     return str(a)
 
@@ -85,7 +82,7 @@ def store_by_slot(stream: TileStream) -> str:
 
 def _scaled(a: Assembly, stream: TileStream, sums: list[str]) -> list[str]:
     """Sums of codes as they are, not of what is decoded."""
-    factor = _float(1 / FACTORS[stream.bits])
+    factor = float32(1 / FACTORS[stream.bits])
     return [a.f32("mul.f32", each, factor) for each in sums]
 
 
@@ -109,15 +106,3 @@ def _turned(a: Assembly, turn: Turn, output: str) -> str:
     to = a.b32("mad.lo.u32", pair, THREADS * run, a.b32("and.b32", within, run - 1))
     to = a.b32("mad.lo.u32", thread, run, to)
     return a.b32("add.u32", a.b32("sub.u32", output, within), to)
-
-
-def _silu(a: Assembly, gate: str, up: str) -> str:
-    """Of a gate, times what is above."""
-    power = a.f32("ex2.approx.f32", a.f32("mul.f32", gate, _MINUS_LOG2_E))
-    opened = a.f32("rcp.approx.f32", a.f32("add.f32", power, _float(1.0)))
-    return a.f32("mul.f32", a.f32("mul.f32", gate, opened), up)
-
-
-def _float(number: float) -> str:
-    """As PTX writes a float32 exactly."""
-    return f"0f{struct.unpack('>I', struct.pack('>f', number))[0]:08X}"

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_kernels._compat import H200, lower_for_cuda, targeting
@@ -15,7 +16,7 @@ from pallas_kernels.expert_dispatch import mosaic_gpu, tile_stream
 from pallas_kernels.expert_dispatch.api import OPERATION
 from pallas_kernels.expert_dispatch.specs import Spec
 from pallas_kernels.expert_dispatch.tile_stream import TileStream, tile_streams
-from tests.pallas_kernels.expert_calls import ROUNDED, check_call, check_many_items, small
+from tests.pallas_kernels.expert_calls import ROUNDED, check_call, check_many_items, drawn, small
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU kernels are written for JAX 0.11 and later"
@@ -49,6 +50,12 @@ def _refusals(spec: Spec) -> str:
 @pytest.mark.parametrize("spec", [Spec(65), Spec(512), Spec(8192), Spec(8192, bits=4)], ids=str)
 def test_what_is_streamed(spec):
     assert not _refusals(spec)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("call", CALLS, indirect=True)
+def test_small_calls_are_streamed(call):
+    assert not _refusals(call)
 
 
 def _streams(*arrays: Any) -> tuple[TileStream, TileStream]:
@@ -110,6 +117,11 @@ def test_streams_on_a_gpu(call, cores):
     run = functools.partial(OPERATION, implementation="mosaic_gpu", **call.settings())
     with targeting(dataclasses.replace(H200, cores=cores)):
         check_call(call, run, rounded=True)
+        arrays, _ = drawn(call)
+        again = jax.jit(run)
+        first = again(*arrays)
+        for _ in range(50):
+            np.testing.assert_array_equal(first, again(*arrays))
 
 
 @pytest.mark.gpu
