@@ -132,6 +132,17 @@ def test_logits_of_large_tiles_are_products_in_float32():
         check_logits(Spec(MANY_ROWS + 1, 515, 385, 4), 1e-6)
 
 
+def test_what_long_sums_round_off_is_kept():
+    """Without that the error would be 2.2e-7 of the logits' deviation."""
+    spec = Spec(65, 8192, 40)
+    x, weight = drawn(spec)
+    with interpreted():
+        logits = some_rows.product(x, weight, SomeRows(64, 32, 1, 8, 2))[0]
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    error = np.sqrt(np.mean((np.asarray(logits, np.float64) - wanted) ** 2))
+    assert error < 6e-8 * spec.width**0.5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SPECS)
 def test_logits_on_a_gpu_are_products_in_float32(name):

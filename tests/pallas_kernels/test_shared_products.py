@@ -56,7 +56,7 @@ def check(bits: int, group_size: int, tokens: int, *, given: bool) -> None:
     strengths = 1 / (1 + np.exp(-logits))
     # Strengths are of tokens as they are.
     rounded = np.asarray(x.astype(jnp.bfloat16), np.float64)
-    between = np.stack([gated(row, gate_proj, up_proj) for row in rounded])
+    between = gated(rounded, gate_proj, up_proj)
     wanted = strengths * (between @ down_proj.T)
 
     y = np.asarray(jax.jit(PRODUCTS)(x, shared))
