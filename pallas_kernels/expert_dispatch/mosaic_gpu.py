@@ -1,8 +1,9 @@
 """The Mosaic GPU implementation, of tokens that share experts: what it takes, and its launches.
 
 Up to 64 tokens a launch makes the table of slots and brings tokens into order, and two stream the
-routed experts' codes (see `stream`). Above, three sort slots into tiles, and two stream codes past
-those (see `tile_stream`). The shared expert's are dense products, and the last launch sums.
+routed experts' codes (see `stream`). Above, three sort slots into tiles, one brings tokens into
+order, and two stream codes past those (see `tile_stream`). The shared expert's are dense products,
+and the last launch sums.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .._compat import Target, current_target, mosaic_refusals
 from ..dequant_matmul.qtensor import QTensor
 from . import combine, sorting, stream_launch, tile_launch, tile_stream, triton
 from .config import FEW_TOKENS
-from .order import ordered
+from .order import in_order, ordered
 from .shared import SharedExpert
 from .shared_products import shared_products
 from .stream import BITS, GROUP_SIZES, MOST_EXPERTS, ROWS, TURN, streams
@@ -120,6 +121,6 @@ def _many(
     """What each slot makes, above."""
     gates, outputs = tile_streams(gate_up_proj, down_proj, ids, target.shared_memory, target.cores)
     tiles = sorting.sort(ids, down_proj.shape[0], gates.rows)
-    x = tile_stream.order_of(gate_up_proj).turned(x.astype(jnp.bfloat16), 1)
+    x = in_order(x, tile_stream.order_of(gate_up_proj))
     made = tile_launch.products(gates, x, tiles, gate_up_proj, target, "expert_dispatch_gated")
     return tile_launch.products(outputs, made, tiles, down_proj, target, "expert_dispatch_down")

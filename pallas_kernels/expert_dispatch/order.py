@@ -1,7 +1,8 @@
 """What comes before products of tokens that share experts, in one launch of short programs.
 
 Some make a table of which slots share an expert, a slot each. Others bring tokens into the orders
-in which tensor cores take them, some columns of a token each.
+in which tensor cores take them, some columns of a token each. Where slots are sorted instead, these
+are all.
 """
 
 from __future__ import annotations
@@ -90,6 +91,26 @@ def ordered(
         ],
     )(flat, x)
     return Order(firsts, slots, [inputs[different.index(each)] for each in wanted])
+
+
+def in_order(x: Float[Array, "M D"], turn: Turn) -> Float[Array, "M D"]:
+    """Tokens alone, in bfloat16 and one order, whose parts are as wide as D or a part of it.
+
+    XLA's transposition takes three times as long.
+    """
+    out = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        _write_columns(x_ref, pl.program_id(0), [turn], [out_ref])
+
+    return triton_call(
+        kernel,
+        num_warps=1,
+        num_stages=1,
+        name="expert_dispatch_inputs",
+        grid=(x.shape[0] * _programs([out]),),
+        out_shape=out,
+    )(x)
 
 
 def _write_row(ids_ref: Any, slot: Any, experts: int, experts_ref: Any, slots_ref: Any) -> None:

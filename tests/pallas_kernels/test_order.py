@@ -16,7 +16,7 @@ from pallas_kernels.dequant_matmul.qtensor import QTensor
 from pallas_kernels.dequant_matmul.turn import Turn
 from pallas_kernels.expert_dispatch import order
 from pallas_kernels.expert_dispatch.joint import Joint
-from pallas_kernels.expert_dispatch.order import ordered
+from pallas_kernels.expert_dispatch.order import in_order, ordered
 from pallas_kernels.expert_dispatch.specs import Spec
 from pallas_kernels.testing import interpreted
 from tests.pallas_kernels.places import Rows, load, touched
@@ -132,6 +132,30 @@ def test_order_equals_the_formula(name):
 @pytest.mark.parametrize("name", CASES)
 def test_order_on_a_gpu(name):
     check_case(name)
+
+
+def check_in_order(tokens: int, width: int, part: int, dtype: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((tokens, width)), dtype)
+    found = jax.jit(lambda x: in_order(x, Turn(part)))(x)
+    assert found.dtype == jnp.bfloat16
+    wanted = turned(np.asarray(x.astype(jnp.bfloat16), np.float64), part, 1, width)
+    np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
+
+
+# Tokens, inputs, inputs of a part, and dtype of tokens.
+ALONE = [(65, 512, 32, "float32"), (200, 768, 8, "bfloat16"), (1, 256, 32, "bfloat16")]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_tokens_alone_in_order(case):
+    with interpreted():
+        check_in_order(*case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*ALONE, (8192, 2048, 32, "float32")], ids=str)
+def test_tokens_alone_in_order_on_a_gpu(case):
+    check_in_order(*case)
 
 
 def test_those_that_read_alike_share_an_array():

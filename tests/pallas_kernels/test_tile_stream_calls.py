@@ -99,14 +99,14 @@ def test_what_is_not_streamed(spec, reason):
 @needs_mosaic
 @pytest.mark.parametrize("call", CALLS, indirect=True)
 def test_streams_lower_for_cuda(call):
-    """Two launches of it, and of Triton three that sort and the sum; the shared expert's are less
-    than tiles, so Triton's or XLA's."""
+    """Two launches of it, and of Triton three that sort, tokens' order and the sum; the shared
+    expert's are less than tiles, so Triton's or XLA's."""
     run = functools.partial(OPERATION, implementation=None, **call.settings())
     text = lower_for_cuda(run, *call.arguments())
     assert text.count("mosaic_gpu_v2") == 2
     kernels = [each for each in re.findall(r'name = "(\w+)', text) if "dequant" not in each]
-    sort = [f"expert_dispatch_{step}" for step in ("count", "tiles", "place")]
-    assert kernels == [*sort, "expert_dispatch_sum"]
+    steps = ("count", "tiles", "place", "inputs", "sum")
+    assert kernels == [f"expert_dispatch_{step}" for step in steps]
 
 
 @pytest.mark.gpu
