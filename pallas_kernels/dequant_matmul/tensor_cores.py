@@ -28,10 +28,12 @@ class TensorCores:
         rows: of inputs, a multiple of `COLUMNS`.
         inputs: shared address of the group's first block, alike in all its threads. Eight rows of
             a slab are 1,024 bytes, in which pieces of 16 bytes have another place in each row.
+        used: of the rows, the first so many; all if None.
     """
 
-    def __init__(self, a: Assembly, rows: int, inputs: str):
+    def __init__(self, a: Assembly, rows: int, inputs: str, used: int | None = None):
         self._a, self._rows = a, rows
+        self._used = rows if used is None else used
         # What describes inputs: where, in 16 bytes; 1,024 from eight rows to the next; 128 in a
         # row, whose pieces of 16 bytes are in another order in each of eight rows.
         self._lower = a.b32("lop3.b32", a.b32("shr.u32", inputs, 4), "0x00003FFF", 1 << 16, "0xEA")
@@ -42,7 +44,7 @@ class TensorCores:
     @property
     def sums(self) -> int:
         """How many a thread has."""
-        return self._rows // 2
+        return self._used // 2
 
     def start(self, sums: list[str], first: int, pairs: list[list[str]], *, anew: bool) -> None:
         """Begins with products of some inputs.
@@ -61,7 +63,7 @@ class TensorCores:
             offset = slab * self._rows * SLAB_BYTES + within * 2
             lower = a.b32("add.u32", self._lower, offset >> 4)
             described = a.b64("mov.b64", braces([lower, self._upper]))
-            shape = f"m{TILE}n{self._rows}k{_STEP}"
+            shape = f"m{TILE}n{self._used}k{_STEP}"
             a.do(
                 f"wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16",
                 *map(braces, (sums, values)),

@@ -23,6 +23,8 @@ from ..dequant_matmul.turn import Turn
 # A program is one warp: its threads need not wait for others, and find a least number in one
 # instruction. Columns are eight a thread, 16 bytes of bfloat16; every order stays within them.
 COLUMNS = 256
+# Warps of a program of many tokens alone, so that there are fewer of them.
+WARPS = 4
 
 
 class Order(NamedTuple):
@@ -76,14 +78,14 @@ def ordered(
 
         @pl.when(program >= flat.size)
         def _() -> None:
-            _write_columns(x_ref, program - flat.size, turns, outs[2:])
+            _write_columns(x_ref, program - flat.size, turns, outs[2:], COLUMNS)
 
     firsts, slots, *inputs = triton_call(
         kernel,
         num_warps=1,
         num_stages=1,
         name="expert_dispatch_order",
-        grid=(flat.size + tokens * _programs(structs),),
+        grid=(flat.size + tokens * _programs(structs, COLUMNS),),
         out_shape=[
             jax.ShapeDtypeStruct(flat.shape, flat.dtype),
             jax.ShapeDtypeStruct((flat.size, rows), jnp.int32),
@@ -101,14 +103,14 @@ def in_order(x: Float[Array, "M D"], turn: Turn) -> Float[Array, "M D"]:
     out = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
 
     def kernel(x_ref: Any, out_ref: Any) -> None:
-        _write_columns(x_ref, pl.program_id(0), [turn], [out_ref])
+        _write_columns(x_ref, pl.program_id(0), [turn], [out_ref], WARPS * COLUMNS)
 
     return triton_call(
         kernel,
-        num_warps=1,
+        num_warps=WARPS,
         num_stages=1,
         name="expert_dispatch_inputs",
-        grid=(x.shape[0] * _programs([out]),),
+        grid=(x.shape[0] * _programs([out], WARPS * COLUMNS),),
         out_shape=out,
     )(x)
 
@@ -144,7 +146,9 @@ def _write_row(ids_ref: Any, slot: Any, experts: int, experts_ref: Any, slots_re
     plt.store(slots_ref.at[jnp.full((rows,), slot, jnp.int32), places], row)
 
 
-def _write_columns(x_ref: Any, index: Any, turns: Sequence[Turn], refs: Sequence[Any]) -> None:
+def _write_columns(
+    x_ref: Any, index: Any, turns: Sequence[Turn], refs: Sequence[Any], columns: int
+) -> None:
     """Some columns of a token in each order, of all copies.
 
     Args:
@@ -152,21 +156,22 @@ def _write_columns(x_ref: Any, index: Any, turns: Sequence[Turn], refs: Sequence
         index: program, of those that write columns.
         turns: orders.
         refs: of each, all tokens in it.
+        columns: how many.
     """
-    (tokens, inputs), programs = x_ref.shape, _programs(refs)
-    token, first = jax.lax.div(index, programs), jax.lax.rem(index, programs) * COLUMNS
-    row, place = jnp.full((COLUMNS,), token, jnp.int32), jax.lax.iota(jnp.int32, COLUMNS)
+    (tokens, inputs), programs = x_ref.shape, _programs(refs, columns)
+    token, first = jax.lax.div(index, programs), jax.lax.rem(index, programs) * columns
+    row, place = jnp.full((columns,), token, jnp.int32), jax.lax.iota(jnp.int32, columns)
 
     def inside(column: Array, count: int) -> Array | None:
-        return first + column < count if count < programs * COLUMNS else None
+        return first + column < count if count < programs * columns else None
 
     # All before the first is written, behind which others would wait.
-    columns = [turn.column_of(place) for turn in turns]
+    found = [turn.column_of(place) for turn in turns]
     values = [
         load(x_ref, row, first + column, mask=inside(column, inputs)).astype(jnp.bfloat16)
-        for column in columns
+        for column in found
     ]
-    for turn, ref, column, own in zip(turns, refs, columns, values, strict=True):
+    for turn, ref, column, own in zip(turns, refs, found, values, strict=True):
         mask = inside(place, ref.shape[1])
         for copy in range(turn.copies):
             part = own
@@ -175,6 +180,6 @@ def _write_columns(x_ref: Any, index: Any, turns: Sequence[Turn], refs: Sequence
             plt.store(ref.at[copy * tokens + row, first + place], part, mask=mask)
 
 
-def _programs(orders: Iterable[Any]) -> int:
-    """Those that write the columns of a token in all orders, of which the widest needs most."""
-    return max(pl.cdiv(order.shape[1], COLUMNS) for order in orders)
+def _programs(orders: Iterable[Any], columns: int) -> int:
+    """Those that write a token in all orders, so many columns each; the widest needs most."""
+    return max(pl.cdiv(order.shape[1], columns) for order in orders)

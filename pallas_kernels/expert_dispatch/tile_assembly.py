@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ..assembly import Assembly
+from ..assembly import Assembly, braces
 from ..dequant_matmul.layout import UNIT
 from ..dequant_matmul.pairs_assembly import Decoder
 from ..dequant_matmul.stage_words import Words
@@ -19,62 +19,79 @@ from .tile_stream import ENTRY, OF_WARP, TileStream
 
 # Inputs that a thread decodes before the tensor cores take them.
 SPAN = 64
+# Of a thread that asks, and of one that multiplies, of 384: together no more than 168 each.
+_REGISTERS = 40, 232
 # Selectors of `prmt`: the lower half of a word twice, and the upper.
 _LOWER, _UPPER = 0x1010, 0x3232
 
 
-def list_tiles(stream: TileStream, programs: int) -> str:
-    """Lists the program's tiles: expert, place of the first slot, how many.
+def list_items(stream: TileStream, programs: int) -> str:
+    """Lists the program's items: expert, place of the tile's first slot, how many, first output.
 
-    All threads wait for it. Takes the number of the program's first tile, addresses of tiles'
-    experts, first places and rows, and the shared address of the list.
+    All threads wait for it. Takes the program's number, addresses of tiles' experts, first places
+    and rows, and the shared address of the list.
     """
     a = Assembly()
     thread = a.b32("mov.u32", "%tid.x")
-    tile = a.b32("add.u32", thread, "$0")
-    near = a.register("pred")
-    mine = a.holds("lt.u32", thread, stream.listed(programs))
-    a.do("and.pred", near, mine, a.holds("lt.u32", tile, stream.tiles))
-    entry = []
-    for array in ("$1", "$2", "$3"):
-        word = a.b32("mov.b32", 0)
-        address = a.b64("mad.wide.u32", tile, 4, array)
-        a.do("ld.global.nc.b32", word, f"[{address}]", when=near)
-        entry.append(word)
-    entry.append(a.b32("mov.b32", 0))
-    to = a.b32("mad.lo.u32", thread, ENTRY, "$4")
-    a.do("st.shared.v4.b32", f"[{to}]", f"{{{', '.join(entry)}}}", when=mine)
+    listed = stream.listed(programs)
+    for begin in range(0, listed, stream.threads):
+        index = a.b32("add.u32", thread, begin)
+        item = a.b32("mad.lo.u32", index, programs, "$0")
+        tile = a.b32("div.u32", item, stream.items)
+        near = a.register("pred")
+        mine = a.holds("lt.u32", index, listed)
+        a.do("and.pred", near, mine, a.holds("lt.u32", tile, stream.tiles))
+        entry = []
+        for array in ("$1", "$2", "$3"):
+            word = a.b32("mov.b32", 0)
+            address = a.b64("mad.wide.u32", tile, 4, array)
+            a.do("ld.global.nc.b32", word, f"[{address}]", when=near)
+            entry.append(word)
+        number = a.b32("sub.u32", item, a.b32("mul.lo.u32", tile, stream.items))
+        entry.append(a.b32("mul.lo.u32", number, stream.item))
+        to = a.b32("mad.lo.u32", index, ENTRY, "$4")
+        a.do("st.shared.v4.b32", f"[{to}]", braces(entry), when=mine)
     a.do("bar.sync", ALL, stream.threads)
     return str(a)
 
 
-def sums_of(stream: TileStream) -> int:
-    """How many a thread has of an item."""
-    return stream.rows // 2
+def registers(stream: TileStream) -> tuple[str, str]:
+    """What threads that ask do, and what those that multiply do, so that these have more registers.
+
+    Nothing where they need no more, since they have few sums.
+    """
+    if stream.strips == 1:
+        return "", ""
+    fewer, more = _REGISTERS
+    a, b = Assembly(), Assembly()
+    a.do("setmaxnreg.dec.sync.aligned.u32", fewer)
+    b.do("setmaxnreg.inc.sync.aligned.u32", more)
+    return str(a), str(b)
 
 
-def multiply(stream: TileStream) -> str:
-    """Sums of an item with those of one more stage.
+def multiply(stream: TileStream, slots: int, block: int) -> str:
+    """Sums of an item, of its first slots, with those of one more block of a stage.
 
-    Gives `sums_of` float32; takes shared addresses of the stage's inputs, of its codes, and of its
-    scales of the item's first row, and the sums so far.
+    Gives `TileStream.sums` float32, strip by strip; takes shared addresses of the stage's inputs,
+    of its codes, and of its scales of the item's first row, and the sums so far.
     """
     a = Assembly()
-    count = sums_of(stream)
+    count = stream.sums(slots)
     x, codes, numbers, *totals = (f"${count + index}" for index in range(3 + count))
     place = Place(a, stream)
     # They came as threads store, which the tensor cores would not know of.
     a.do("fence.proxy.async.shared::cta")
-    cores = TensorCores(a, stream.rows, of_warps(a, x))
+    cores = TensorCores(a, stream.rows, of_warps(a, x), slots)
     words = Words(a, stream.stage, codes, place.row, place.thread, a.b32("mov.b32", 0))
     scaled = _Scaled(a, stream, place, numbers)
     sums = [a.f32("mov.b32", total) for total in totals]
-    for block in range(stream.stage.blocks):
-        rows = 0, stream.apart
+    for strip in range(stream.strips):
+        rows = (strip * stream.strip + further for further in (0, stream.apart))
+        own = sums[strip * cores.sums :][: cores.sums]
         decoded = [scaled.pairs(words.of_block(block, row), block, row) for row in rows]
         for first in range(0, BLOCK, SPAN):
             pairs = [list(itertools.islice(of_row, SPAN // 8)) for of_row in decoded]
-            cores.start(sums, block * BLOCK + first, pairs, anew=False)
+            cores.start(own, block * BLOCK + first, pairs, anew=False)
             # Whose pairs lie where the next come to.
             cores.wait(1)
     cores.wait(0)
@@ -129,7 +146,7 @@ class Place:
 
     Attributes:
         thread: which of the four that share rows.
-        row: first one; the other is `TileStream.apart` further on.
+        row: first one, of the first strip; the other is `TileStream.apart` further on.
     """
 
     def __init__(self, a: Assembly, stream: TileStream):

@@ -4,50 +4,111 @@ from __future__ import annotations
 
 from ..assembly import Assembly, braces, float32
 from ..dequant_matmul.pairs_assembly import FACTORS
+from ..dequant_matmul.stages import CONSUMERS
 from ..dequant_matmul.tensor_cores import COLUMNS
 from ..dequant_matmul.turn import THREADS, Turn
 from .silu_assembly import silu
-from .tile_assembly import Place, sums_of
-from .tile_stream import OF_WARP, TileStream
+from .tile_assembly import Place
+from .tile_stream import OF_WARP, TURNED, TileStream
 
 # Slots that a warp stores at once.
 _AT_ONCE = 16
 
 
-def store_gated(stream: TileStream) -> str:
+def store_gated(stream: TileStream, slots: int) -> str:
     """Stores silu(gate) * up by place, outputs in the order of the next product.
 
-    Takes the item's first output, the tile's first place and how many slots it has, the address of
-    results, and a thread's sums.
+    Through shared memory, some slots at once, so that whole lines are written.
+
+    Takes the item's first output, the tile's first place and how many slots it has, the shared
+    address of memory of `TileStream.turned` bytes, the address of results, and a thread's sums.
     """
     a = Assembly()
-    first, place_of_tile, filled, out, *sums = (f"${i}" for i in range(4 + sums_of(stream)))
-    place, turn = Place(a, stream), stream.turn
-    assert turn is not None
+    first, place_of_tile, filled, memory, out, *sums = (
+        f"${i}" for i in range(5 + stream.sums(slots))
+    )
     sums = _scaled(a, stream, sums)
-    output = _turned(a, turn, a.b32("add.u32", first, place.row))
-    for element in range(stream.rows // 4):
-        column, odd = divmod(element, 2)
-        slot = a.b32("mad.lo.u32", place.thread, 2, COLUMNS * column + odd)
-        near = a.holds("lt.u32", slot, filled)
-        row = a.b32("add.u32", place_of_tile, slot)
-        index = a.b32("mad.lo.u32", row, stream.outputs, output)
-        address = a.b64("mad.wide.u32", index, 2, out)
-        rounded = a.register("b16")
-        gate, above = (sums[4 * column + 2 * half + odd] for half in (0, 1))
-        a.do("cvt.rn.bf16.f32", rounded, silu(a, gate, above))
-        a.do("st.global.b16", f"[{address}]", rounded, when=near)
+    mine = _Gated(a, stream, memory)
+    start = a.b64("mad.wide.u32", place_of_tile, stream.outputs * 2, out)
+    start = a.b64("mad.wide.u32", first, 2, start)
+    for begin in range(0, slots, TURNED):
+        count = min(TURNED, slots - begin)
+        # All have read what was there before.
+        a.do("bar.sync", CONSUMERS, stream.consumers)
+        for strip in range(stream.strips):
+            own = sums[(strip * slots + begin) // 2 :][: count // 2]
+            mine.write(strip, own)
+        a.do("bar.sync", CONSUMERS, stream.consumers)
+        mine.store(begin, count, filled, start)
     return str(a)
 
 
-def store_by_slot(stream: TileStream) -> str:
+class _Gated:
+    """A thread's part of gated results in shared memory, and of what is read there again.
+
+    Args:
+        a: to which instructions are added.
+        stream: see there.
+        memory: shared address: a line for each of some slots, pieces of 16 bytes in another order.
+    """
+
+    def __init__(self, a: Assembly, stream: TileStream, memory: str):
+        self._a, self._stream, self._memory = a, stream, memory
+        self._line = stream.item * 2
+        place, turn = Place(a, stream), stream.turn
+        assert turn is not None
+        lines = a.b32("mad.lo.u32", place.thread, 2 * self._line, memory)
+        turned = self._turn(a.b32("shl.b32", place.thread, 1))
+        self._own = []
+        for strip in range(stream.strips):
+            output = a.b32("add.u32", place.row, strip * stream.strip)
+            byte = a.b32("shl.b32", _turned(a, turn, output), 1)
+            self._own.append(a.b32("add.u32", a.b32("xor.b32", byte, turned), lines))
+
+    def _turn(self, slot: str) -> str:
+        """What is done to the place of a slot's pieces, so that few are in the same banks."""
+        return self._a.b32("shl.b32", self._a.b32("bfe.u32", slot, 1, 1), 6)
+
+    def write(self, strip: int, sums: list[str]) -> None:
+        """Silu(gate) * up of some slots."""
+        a = self._a
+        for element in range(len(sums) // 2):
+            column, odd = divmod(element, 2)
+            gate, above = (sums[4 * column + 2 * half + odd] for half in (0, 1))
+            rounded = a.register("b16")
+            a.do("cvt.rn.bf16.f32", rounded, silu(a, gate, above))
+            to = f"[{self._own[strip]}+{(COLUMNS * column + odd) * self._line}]"
+            a.do("st.shared.b16", to, rounded)
+
+    def store(self, begin: int, count: int, filled: str, start: str) -> None:
+        """So many slots, from one on, of those that the tile has."""
+        a, stream = self._a, self._stream
+        pieces = self._line // 16
+        limit = a.b32("min.u32", filled, begin + count)
+        thread = a.b32("mov.u32", "%tid.x")
+        piece = a.b32("shl.b32", a.b32("and.b32", thread, pieces - 1), 4)
+        at_once = stream.consumers // pieces
+        for further in range(0, count, at_once):
+            line = a.b32("add.u32", a.b32("div.u32", thread, pieces), further)
+            at = a.b32("xor.b32", piece, self._turn(line))
+            at = a.b32("add.u32", a.b32("mad.lo.u32", line, self._line, at), self._memory)
+            slot = a.b32("add.u32", line, begin)
+            near = a.holds("lt.u32", slot, limit)
+            words = a.registers("b32", 4)
+            a.do("ld.shared.v4.b32", braces(words), f"[{at}]", when=near)
+            to = a.b64("mad.wide.u32", slot, stream.outputs * 2, start)
+            to = a.b64("mad.wide.u32", piece, 1, to)
+            a.do("st.global.v4.b32", f"[{to}]", braces(words), when=near)
+
+
+def store_by_slot(stream: TileStream, slots: int) -> str:
     """Stores down projections by slot: through shared memory, so that whole sectors are written.
 
     Takes the item's first output, how many slots the tile has, shared addresses of their numbers
     and of memory of `TileStream.turned` bytes, the address of results, and a thread's sums.
     """
     a = Assembly()
-    first, filled, numbers, memory, out, *sums = (f"${i}" for i in range(5 + sums_of(stream)))
+    first, filled, numbers, memory, out, *sums = (f"${i}" for i in range(5 + stream.sums(slots)))
     sums = _scaled(a, stream, sums)
     lane = a.b32("mov.u32", "%laneid")
     warp = a.b32("shr.u32", a.b32("mov.u32", "%tid.x"), 5)
@@ -61,22 +122,24 @@ def store_by_slot(stream: TileStream) -> str:
     first = a.b32("mad.lo.u32", warp, OF_WARP, first)
     first = a.b32("mad.lo.u32", piece, 8, first)
     number = a.b32("mad.lo.u32", slot, 4, numbers)
-    rounds = range(0, stream.rows, _AT_ONCE)
-    # What was there before has been read.
-    a.do("bar.warp.sync", "0xffffffff")
-    for begin in rounds:
-        values = sums[begin // 2 :][: _AT_ONCE // 2]
-        words = [_pair(a, *values[2 * k :][:2]) for k in range(4)]
-        place = f"[{to}+{begin * OF_WARP * 2}]"
-        a.do("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16", place, braces(words))
-    a.do("bar.warp.sync", "0xffffffff")
-    for begin in rounds:
-        words = a.load_shared(4, at, begin * OF_WARP * 2)
-        [row] = a.load_shared(1, number, begin * 4)
-        near = a.holds("lt.u32", a.b32("add.u32", slot, begin), filled)
-        index = a.b32("mad.lo.u32", row, stream.outputs, first)
-        address = a.b64("mad.wide.u32", index, 2, out)
-        a.do("st.global.v4.b32", f"[{address}]", braces(words), when=near)
+    rounds = range(0, slots, _AT_ONCE)
+    for strip in range(stream.strips):
+        # What was there before has been read.
+        a.do("bar.warp.sync", "0xffffffff")
+        for begin in rounds:
+            values = sums[(strip * slots + begin) // 2 :][: _AT_ONCE // 2]
+            words = [_pair(a, *values[2 * k :][:2]) for k in range(4)]
+            place = f"[{to}+{begin * OF_WARP * 2}]"
+            a.do("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16", place, braces(words))
+        a.do("bar.warp.sync", "0xffffffff")
+        for begin in rounds:
+            words = a.load_shared(4, at, begin * OF_WARP * 2)
+            [row] = a.load_shared(1, number, begin * 4)
+            near = a.holds("lt.u32", a.b32("add.u32", slot, begin), filled)
+            index = a.b32("mad.lo.u32", row, stream.outputs, first)
+            address = a.b64("mad.wide.u32", index, 2, out)
+            offset = strip * stream.strip * 2
+            a.do("st.global.v4.b32", f"[{address}+{offset}]", braces(words), when=near)
     return str(a)
 
 

@@ -1,10 +1,11 @@
 """How experts' codes stream past tiles of slots, of more than 64 tokens.
 
-Each multiprocessor has one program, and that a run of items: an item is some outputs of a tile of
+Each multiprocessor has one program, and that many items: an item is some outputs of a tile of
 slots of one expert, see `sorting.Tiles`. They go through it stage by stage: a stage has some
 inputs, the codes of the item's rows of the matrix and the tile's own, in the order of the tensor
-cores. A group of four warps asks for both, whole stages ahead. Four groups decode a part of the
-rows each, put in scales, and the tensor cores take that out of registers while the next is decoded.
+cores. A group of four warps asks for both, whole stages ahead. Four groups, or where sums are many
+two, decode a part of the rows each, put in scales, and the tensor cores take that out of registers
+while the next is decoded.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from ..dequant_matmul.tensor_cores import TILE, WARPS
 from ..dequant_matmul.turn import Turn, part_width
 from . import sorting
 
-GROUPS = 4
 # Rows of the matrix, of a stage: where there are gates, half of them, and the rows above.
-HEIGHT = GROUPS * TILE
+HEIGHT = 256
 # Rows of a warp.
 OF_WARP = 16
 # Bytes of a row of a stage, of the words that are the same ones of each unit.
 LINE = 32
-# Bytes of an entry of the list of a program's tiles.
+# Slots whose gated results come into their order at once.
+TURNED = 32
+# Bytes of an entry of the list of a program's items.
 ENTRY = 16
 # Slots of a tile, with how many an expert should have on average for it.
-ROWS = {16: 0, 32: 12, 64: 32}
+ROWS = {16: 0, 32: 12, 64: 32, 128: 128}
+# A thread's sums of more slots leave no room in its registers where groups are four.
+_OF_FOUR_GROUPS = 64
 _MOST_STAGES, _LEAST_STAGES = 6, 2
 _MOST_RESULTS = 1 << 32
 
@@ -66,6 +70,25 @@ class TileStream:
         return self.slots_of_token is not None
 
     @property
+    def groups(self) -> int:
+        """Groups of four warps that multiply."""
+        return 4 if self.rows <= _OF_FOUR_GROUPS else 2
+
+    @property
+    def strips(self) -> int:
+        """Into so many the rows of a stage are cut, of each of which a warp has its part."""
+        return HEIGHT // (self.groups * TILE)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many slots the tensor cores take: all of a tile, or half where it has no more."""
+        return (self.rows,) if self.strips == 1 else (self.rows // 2, self.rows)
+
+    def sums(self, slots: int) -> int:
+        """Of so many slots, that a thread has of an item."""
+        return self.strips * slots // 2
+
+    @property
     def stage(self) -> Stage:
         """Codes of some of the inputs of an item."""
         return Stage(self.bits, HEIGHT, LINE)
@@ -84,6 +107,11 @@ class TileStream:
     def item(self) -> int:
         """Outputs of one."""
         return HEIGHT // 2 if self.gated else HEIGHT
+
+    @property
+    def strip(self) -> int:
+        """Outputs of one."""
+        return self.item // self.strips
 
     @property
     def apart(self) -> int:
@@ -112,13 +140,13 @@ class TileStream:
 
     @property
     def turned(self) -> int:
-        """Bytes in which results by slot come into their order."""
-        return 0 if self.gated else self.rows * HEIGHT * 2
+        """Bytes in which results come into their order."""
+        return min(self.rows, TURNED) * self.item * 2 if self.gated else self.rows * self.strip * 2
 
     @property
     def consumers(self) -> int:
         """Threads that multiply."""
-        return GROUPS * WARPS * WARP
+        return self.groups * WARPS * WARP
 
     @property
     def threads(self) -> int:
@@ -126,8 +154,8 @@ class TileStream:
         return self.consumers + PRODUCERS
 
     def listed(self, programs: int) -> int:
-        """Most tiles of which a program has items."""
-        return -(-self.tiles // programs) + 2
+        """Most items of a program."""
+        return -(-self.tiles * self.items // programs)
 
     def places(self, stages: int) -> int:
         """For how many items there is room for scales and numbers of slots.
@@ -151,7 +179,7 @@ class TileStream:
         shape = f"{self.outputs}x{self.inputs}"
         if self.inputs % self.stage.inputs or self.outputs % self.item:
             return [f"{shape} is not cut into {self.stage.inputs} inputs and {self.item} outputs"]
-        if self.listed(programs) > self.threads or self.slots * self.outputs > _MOST_RESULTS:
+        if self.slots * self.outputs > _MOST_RESULTS:
             return [f"{self.slots} slots of {self.outputs} outputs are too many"]
         if self.stages(memory, programs) < _LEAST_STAGES:
             return [f"{_LEAST_STAGES} stages of {shape} need more than {memory} bytes"]

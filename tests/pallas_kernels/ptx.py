@@ -16,7 +16,7 @@ import numpy as np
 from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.tensor_cores import TensorCores, bfloat16_pairs
 
-WARP = 32
+WARP, GROUP = 32, 128
 _KINDS = {"b16": np.uint16, "b32": np.uint32, "f32": np.uint32, "b64": np.uint64, "pred": np.bool_}
 _INSTRUCTION = re.compile(r"(?:@(%\w+) )?([\w.:]+) ?(.*);")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
@@ -103,6 +103,9 @@ class Threads:
         elif operation.startswith("wgmma."):
             assert mask.all(), "threads are missing at tensor cores"
             self._cores.do(operation, operands, self._value, self.registers)
+        elif operation.startswith("setmaxnreg."):
+            assert mask.all() and len(mask) % GROUP == 0, "threads of a group are missing"
+            assert int(operands[0]) % 8 == 0
         elif operation == "fence.proxy.async.shared::cta":
             self._shared.tell()
         elif operation.startswith("stmatrix."):

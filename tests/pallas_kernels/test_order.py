@@ -189,8 +189,9 @@ def test_every_column_is_written_once_and_none_past_the_end(monkeypatch, width):
     monkeypatch.setattr(order.plt, "store", store)
     readers = [reader(width, 3, 64, 4), reader(width, 8, 64, 8, 4)]
     refs = [Rows(*each.struct_of(3).shape) for each in readers]
-    for index in range(3 * order._programs(refs)):
-        order._write_columns(Rows(3, width), index, [each.turn for each in readers], refs)
+    turns, columns = [each.turn for each in readers], order.COLUMNS
+    for index in range(3 * order._programs(refs, columns)):
+        order._write_columns(Rows(3, width), index, turns, refs, columns)
     for ref in refs:
         places = np.sort(np.concatenate(written[ref]))
         np.testing.assert_array_equal(places, np.arange(np.prod(ref.shape)))

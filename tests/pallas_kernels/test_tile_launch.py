@@ -20,7 +20,7 @@ from tests.pallas_kernels.program import Program, arrays_of, put_all
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DEVICE = 0x7F0000000000
-EXPERTS, SLOTS, OF_TOKEN = 4, 210, 3
+EXPERTS, SLOTS, OF_TOKEN = 4, 258, 3
 PROGRAMS = 2
 # Bits, inputs a group, inputs, slots a tile, and bits of what the results go to.
 CASES = {
@@ -29,6 +29,8 @@ CASES = {
     "groups of 128, gated": (3, 128, 768, 64, 4),
     "4 bits, gated": (4, 128, 512, 64, 4),
     "4 bits, one stage an item": (4, 64, 256, 16, None),
+    "two strips, gated": (3, 64, 512, 128, 3),
+    "two strips": (3, 64, 512, 128, None),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels._compat import H200
 from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.turn import Turn
-from pallas_kernels.expert_dispatch.tile_assembly import list_tiles, multiply, sums_of
+from pallas_kernels.expert_dispatch.tile_assembly import list_items, multiply
 from pallas_kernels.expert_dispatch.tile_inputs import ask
 from pallas_kernels.expert_dispatch.tile_results import store_by_slot, store_gated
 from pallas_kernels.expert_dispatch.tile_stream import ENTRY, HEIGHT, TileStream
@@ -22,7 +22,7 @@ from tests.pallas_kernels.streams import put_box, run_text
 INPUTS, SLOTS, RESULTS = 0x7F0000000000, 0x7F0001000000, 0x7F0002000000
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 NUMBERS, TURNED = 1024, 2048
-PROGRAMS, SLOTS_OF_TOKEN, TOKENS, TILES, ITEMS = 4, 3, 40, 11, 3
+PROGRAMS, SLOTS_OF_TOKEN, TOKENS, TILES, ITEMS = 4, 3, 48, 11, 3
 # Orders of what threads of four take: a unit each at 3 bits, else a word of each unit.
 OF_UNITS, OF_WORDS = Turn(32), Turn(8)
 STREAMS = [
@@ -45,15 +45,21 @@ STREAMS = [
         (4, 64, 512, 16, OF_UNITS),
         (4, 64, 256, 64, None),
         (4, 128, 768, 32, OF_WORDS),
+        (3, 64, 512, 128, OF_UNITS),
+        (3, 128, 256, 128, None),
+        (4, 128, 256, 128, OF_WORDS),
     )
 ]
 
 
-@pytest.mark.parametrize("filled", ["all", 5, 1])
-@pytest.mark.parametrize("stream", STREAMS, ids=str)
+FILLED = [(each, filled) for each in STREAMS for filled in (each.rows, 5, 1)]
+# About the half of a tile, of which alone there may be products.
+FILLED += [(each, filled) for each in STREAMS if each.rows == 128 for filled in (64, 65)]
+
+
+@pytest.mark.parametrize(("stream", "filled"), FILLED, ids=str)
 def test_an_item(stream, filled):
     rng = np.random.default_rng(1)
-    filled = stream.rows if filled == "all" else filled
     rows = 2 * stream.outputs if stream.gated else stream.outputs
     codes = rng.integers(0, 2**stream.bits, (rows, stream.inputs)).astype(np.uint8)
     scales = rng.normal(size=(rows, stream.scale_groups)).astype(BFLOAT16)
@@ -71,18 +77,20 @@ def test_an_item(stream, filled):
     order = OF_UNITS if stream.bits == 3 else OF_WORDS
     memory.put(INPUTS, np.asarray(order.turned(jnp.asarray(x), 1)))
     memory.put(SLOTS, slot)
-    totals = _totals(stream, memory, pack(codes, stream.bits)[mine], scales[mine], (first, filled))
+    size = next(each for each in stream.sizes if each >= filled)
+    words = pack(codes, stream.bits)[mine]
+    totals = _totals(stream, size, memory, words, scales[mine], (first, filled))
     if stream.gated:
-        text, operands = store_gated(stream), [item, first, filled, np.uint64(RESULTS), *totals]
+        text, given = store_gated(stream, size), [first, filled]
     else:
-        given = [item, filled, NUMBERS, TURNED, np.uint64(RESULTS)]
-        text, operands = store_by_slot(stream), [*given, *totals]
+        text, given = store_by_slot(stream, size), [filled, NUMBERS]
+    operands = [item, *given, TURNED, np.uint64(RESULTS), *totals]
     shared = Memory(0, TURNED + stream.turned)
     shared.put(NUMBERS, slot[first + np.minimum(np.arange(stream.rows), filled - 1)])
     # Twice, since each item finds in shared memory what the one before left.
     for _ in range(2):
         ran = run_text(text, operands, shared, memory, stream.consumers, 0)
-        assert not ran.conflicts
+        assert not ran.conflicts - {"st.shared.b16"}
 
     found, there = memory.stored_from(RESULTS, BFLOAT16, (stream.slots, stream.outputs))
     chosen = slot[first : first + filled]
@@ -108,6 +116,7 @@ def test_an_item(stream, filled):
 
 def _totals(
     stream: TileStream,
+    size: int,
     memory: Memory,
     words: np.ndarray,
     scales: np.ndarray,
@@ -117,6 +126,7 @@ def _totals(
 
     Args:
         stream: see there.
+        size: slots that are multiplied.
         memory: inputs and slots.
         words: codes of the item's rows.
         scales: of them.
@@ -124,7 +134,7 @@ def _totals(
     """
     held, stage = 2048, 2048 + stream.held
     numbers = stage + -(-stream.stage.size // 1024) * 1024
-    totals = [np.zeros(stream.consumers, np.uint32)] * sums_of(stream)
+    totals = [np.zeros(stream.consumers, np.uint32)] * stream.sums(size)
     threads = np.arange(stream.consumers, stream.threads)
     barrier = 8
     for chunk in range(stream.chunks):
@@ -136,23 +146,25 @@ def _totals(
             box = stage + stream.stage.slot(word) * stream.stage.box
             put_box(shared, box, piece, stream.stage.line)
         before = chunk * stream.stage.inputs * 2
-        given = [np.uint64(INPUTS), np.uint64(SLOTS), *tile, before, held, NUMBERS, barrier]
-        ran = run_text(ask(stream), given, shared, memory, threads, 0)
-        assert not ran.conflicts
-        assert ran.arrivals == {barrier: len(threads)}
-        if stream.numbers and chunk == 0:
-            _check_numbers(shared, memory, stream, tile)
         at = numbers + chunk * stream.stage.inputs // stream.group_size * 2
-        given = [held, stage, at, *totals]
-        totals, conflicts, *_ = run_text(
-            multiply(stream), given, shared, memory, stream.consumers, sums_of(stream)
-        )
-        # Scales of a row lie side by side. At 4 bits, two of four boxes of short lines are in the
-        # same banks.
-        allowed = {"ld.shared.u16", "ld.shared.b32"}
-        if stream.bits == 4:
-            allowed.add("ld.shared.v4.b32")
-        assert not conflicts - allowed, conflicts
+        for block in range(stream.stage.blocks):
+            given = [np.uint64(INPUTS), np.uint64(SLOTS), *tile, before, held, NUMBERS, barrier]
+            ran = run_text(ask(stream, block), given, shared, memory, threads, 0)
+            assert not ran.conflicts
+            assert ran.arrivals == {barrier: len(threads)}
+            if stream.numbers and chunk == block == 0:
+                _check_numbers(shared, memory, stream, tile)
+            given = [held, stage, at, *totals]
+            text = multiply(stream, size, block)
+            totals, conflicts, *_ = run_text(
+                text, given, shared, memory, stream.consumers, len(totals)
+            )
+            # Scales of a row lie side by side. At 4 bits, two of four boxes of short lines are in
+            # the same banks.
+            allowed = {"ld.shared.u16", "ld.shared.b32"}
+            if stream.bits == 4:
+                allowed.add("ld.shared.v4.b32")
+            assert not conflicts - allowed, conflicts
     return totals
 
 
@@ -168,27 +180,29 @@ def _check_numbers(
     np.testing.assert_array_equal(found, wanted)
 
 
-def test_tiles_of_a_program():
-    stream = STREAMS[0]
+@pytest.mark.parametrize("programs", [PROGRAMS, 1])
+@pytest.mark.parametrize("stream", [STREAMS[0], dataclasses.replace(STREAMS[0], tiles=1100)])
+def test_items_of_a_program(stream, programs):
+    """All items once, also where a program has more than threads."""
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 100, stream.tiles).astype(np.int32) for _ in range(3)]
-    addresses = [INPUTS + 4096 * index for index in range(3)]
-    memory = Memory(INPUTS, 4 * 4096)
+    addresses = [INPUTS + 8192 * index for index in range(3)]
+    memory = Memory(INPUTS, 4 * 8192)
     for address, array in zip(addresses, arrays, strict=True):
         memory.put(address, array)
-    listed = 1024
-    for first in (0, 3, stream.tiles - 2):
-        shared = Memory(0, listed + 1024)
-        operands = [first, *map(np.uint64, addresses), listed]
-        run_text(list_tiles(stream, PROGRAMS), operands, shared, memory, stream.threads, 0)
-        shape = stream.listed(PROGRAMS), ENTRY // 4
-        found, there = shared.stored_from(listed, np.dtype(np.int32), shape)
+    listed, rows = 1024, []
+    for program in range(programs):
+        count = stream.listed(programs)
+        shared = Memory(0, listed + ENTRY * count)
+        operands = [program, *map(np.uint64, addresses), listed]
+        run_text(list_items(stream, programs), operands, shared, memory, stream.threads, 0)
+        found, there = shared.stored_from(listed, np.dtype(np.int32), (count, ENTRY // 4))
         assert there.all()
-        wanted = np.zeros(shape, np.int32)
-        filled = slice(first, first + shape[0])
-        for index, array in enumerate(arrays):
-            wanted[: len(array[filled]), index] = array[filled]
-        np.testing.assert_array_equal(found, wanted)
+        rows.append(found)
+    items = np.stack(rows, axis=1).reshape(-1, ENTRY // 4)[: stream.tiles * ITEMS]
+    wanted = [*(np.repeat(array, ITEMS) for array in arrays)]
+    wanted.append(np.tile(stream.item * np.arange(ITEMS, dtype=np.int32), stream.tiles))
+    np.testing.assert_array_equal(items, np.stack(wanted, axis=1))
 
 
 @pytest.mark.parametrize("stages", range(2, 7))
@@ -198,17 +212,3 @@ def test_places_of_an_item_outlast_it(stages, chunks):
     more, were given back: its warps have stored it by then."""
     places = dataclasses.replace(STREAMS[0], inputs=256 * chunks).places(stages)
     assert places * chunks - stages >= chunks > (places - 1) * chunks - stages
-
-
-@pytest.mark.parametrize("programs", [1, 2, 7, 132])
-@pytest.mark.parametrize("items", [1, 3, 8])
-def test_every_tile_of_a_program_is_listed(programs, items):
-    """As `_Items` cuts the list, whatever there is of the most tiles."""
-    for most in (1, 11, 200):
-        stream = dataclasses.replace(STREAMS[0], tiles=most, outputs=items * STREAMS[0].item)
-        assert stream.items == items
-        for total in range(most + 1):
-            for program in range(programs):
-                begin, end = (total * items * each // programs for each in (program, program + 1))
-                listed = (end - 1) // items - begin // items + 1 if end > begin else 0
-                assert listed <= stream.listed(programs)

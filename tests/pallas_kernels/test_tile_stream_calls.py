@@ -21,6 +21,7 @@ from tests.pallas_kernels.expert_calls import ROUNDED, check_call, check_many_it
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU kernels are written for JAX 0.11 and later"
 )
+LONG = small(4, 3, tokens=515, width=512, hidden=512, group_size=128, shared_hidden=0)
 # Experts of several tiles, the last ones of few slots, with most slots of a tile.
 CALLS = {
     name: (dataclasses.replace(spec, x="bfloat16"), rows)
@@ -30,6 +31,8 @@ CALLS = {
         ("4 and 3 bits", small(4, 3, tokens=515, width=512, hidden=1024), 64),
         ("3 and 4, alone", small(3, 4, tokens=96, width=2048, hidden=512, shared_hidden=0), 32),
         ("4 bits", small(4, 4, tokens=130, width=1024, hidden=512), 64),
+        ("two strips", small(3, 3, tokens=200, width=1024, hidden=512), 128),
+        ("two strips, alone", LONG, 128),
     )
 }
 
@@ -73,7 +76,8 @@ def test_tiles_have_as_many_slots_as_there_is_memory_for(width, rows):
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("tokens", "rows"), [(65, 16), (383, 16), (384, 32), (1023, 32), (1024, 64), (8192, 64)]
+    ("tokens", "rows"),
+    [(65, 16), (383, 16), (384, 32), (1023, 32), (1024, 64), (4095, 64), (4096, 128), (8192, 128)],
 )
 def test_slots_of_a_tile(tokens, rows):
     """Eight of 256 experts."""
@@ -125,6 +129,6 @@ def test_streams_on_a_gpu(call, cores):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [65, 512, 2048])
+@pytest.mark.parametrize("tokens", [65, 512, 2048, 4096])
 def test_many_items_on_a_gpu(tokens):
     check_many_items(Spec(tokens, x="bfloat16"), ROUNDED)
