@@ -256,6 +256,15 @@ def launch(
     return jax.custom_batching.sequential_vmap(one)(*arrays)
 
 
+# Bytes from whose multiples each array of shared memory begins.
+_ALIGNMENT = 1024
+
+
+def memory_of(sizes: Sequence[int]) -> int:
+    """Bytes of shared memory that arrays of so many bytes take together."""
+    return sum(-(-max(16, size) // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
 def bytes_of(count: int) -> jax.ShapeDtypeStruct:
     """Shared memory of so many bytes."""
     return jax.ShapeDtypeStruct((max(16, count),), jnp.int8)

@@ -45,8 +45,9 @@ class Stage:
     def box_rows(self) -> int:
         """Rows from one box to the next.
 
-        Threads that read one piece of four boxes at once find it in other banks of each: what the
-        copy engine does to the order of pieces follows the address, a multiple of 128 bytes.
+        Threads that read one piece of four boxes at once find it in other banks of each, or in
+        lines of 32 bytes in those of two: what the copy engine does to the order of pieces follows
+        the address, a multiple of 128 bytes.
         """
         return self.rows if self.bits == 3 else self.rows + max(2, 128 // self.line)
 
@@ -68,6 +69,14 @@ class Stage:
     def slot(self, word: int) -> int:
         """Which box has a word: those that four threads read at once are neighbours."""
         return word if self.bits != 8 else word // 2 + 4 * (word % 2)
+
+
+def places_ahead(stages: int, chunks: int) -> int:
+    """For how many tiles or items of so many stages there is room for what comes with each.
+
+    What is asked for ahead needs its own.
+    """
+    return -(-stages // chunks) + 1
 
 
 def setup(stages: int, consumers: int, fill: int = 1) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .stages import LINES, PRODUCERS, WARP, Stage
+from .stages import LINES, PRODUCERS, WARP, Stage, places_ahead
 from .tensor_cores import COLUMNS, SLAB, TILE, WARPS
 
 # Of a program: with more, inputs would leave no room for stages.
@@ -127,8 +127,8 @@ class Stream:
         return self.consumers + PRODUCERS
 
     def scale_places(self, stages: int) -> int:
-        """For how many tiles there is room for scales: what is asked for ahead needs its own."""
-        return -(-stages // self.chunks) + 1
+        """For how many tiles there is room for scales."""
+        return places_ahead(stages, self.chunks)
 
     def stages(self, memory: int) -> int:
         """How many chunks fit into so many bytes of shared memory."""

@@ -15,11 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
 from ..dequant_matmul.operands import load
-from .config import FEW_TOKENS
-
-# Columns of a warp, eight a thread: 16 bytes of bfloat16. Programs of few tokens are of one warp,
-# so that there are enough of them, and of more tokens of four.
-COLUMNS, WARPS = 256, 4
+from .config import COLUMNS, FEW_TOKENS, WARPS
 
 
 def summed(

@@ -11,6 +11,10 @@ from ..tuning import varied
 from .many_tokens_config import ManyTokens
 
 FEW_TOKENS = 64
+# Where programs have some columns of a token: those of a warp, eight a thread, 16 bytes of
+# bfloat16. Programs of few tokens are of one warp, so that there are enough of them, and of more
+# tokens of four.
+COLUMNS, WARPS = 256, 4
 # From so many tokens on, those that share an expert share its tiles. On an H200, 8 of 256 experts
 # a token, this takes 115 us in place of 175 at 32 tokens, 79 in place of 84 at 16; at 8 nothing is
 # gained.

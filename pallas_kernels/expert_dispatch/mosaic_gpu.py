@@ -50,11 +50,12 @@ def refusals(target: Target, *arrays: Any, **settings: Any) -> list[str]:
 
 def _misfits(gate_up_proj: QTensor, down_proj: QTensor, ids: Any, target: Target) -> list[str]:
     """Why sizes cannot be streamed."""
-    memory = target.shared_memory
-    reasons = [stream.oddities(memory) for stream in streams(gate_up_proj, down_proj, ids, memory)]
-    if ids.shape[0] > FEW_TOKENS:
-        both = tile_streams(gate_up_proj, down_proj, ids, memory, target.cores)
-        reasons = [stream.oddities(memory, target.cores) for stream in both]
+    stacks, memory, programs = (gate_up_proj, down_proj), target.shared_memory, target.cores
+    if ids.shape[0] <= FEW_TOKENS:
+        reasons = [each.oddities(memory) for each in streams(*stacks, ids, memory)]
+    else:
+        both = tile_streams(*stacks, ids, memory, programs)
+        reasons = [each.oddities(memory, programs) for each in both]
     return [
         f"{name}: {reason}"
         for name, own in zip(("gate_up_proj", "down_proj"), reasons, strict=True)

@@ -18,13 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import triton_call
 from ..dequant_matmul.operands import load
-from ..dequant_matmul.turn import Turn
+from ..dequant_matmul.turn import THREADS, Turn
+from .config import COLUMNS, WARPS
 
 # A program is one warp: its threads need not wait for others, and find a least number in one
-# instruction. Columns are eight a thread, 16 bytes of bfloat16; every order stays within them.
-COLUMNS = 256
-# Warps of a program of many tokens alone, so that there are fewer of them.
-WARPS = 4
+# instruction. Every order stays within its columns. Of many tokens alone, it has more warps.
 
 
 class Order(NamedTuple):
@@ -96,10 +94,12 @@ def ordered(
 
 
 def in_order(x: Float[Array, "M D"], turn: Turn) -> Float[Array, "M D"]:
-    """Tokens alone, in bfloat16 and one order, whose parts are as wide as D or a part of it.
+    """Tokens alone, in bfloat16 and one order, in whose blocks D is cut.
 
-    XLA's transposition takes three times as long.
+    Alone, XLA's transposition is as fast; in a model it is joined with other work, and takes three
+    times as long.
     """
+    assert x.shape[1] % (THREADS * turn.width) == 0
     out = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
 
     def kernel(x_ref: Any, out_ref: Any) -> None:

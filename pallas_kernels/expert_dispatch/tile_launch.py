@@ -72,15 +72,8 @@ class Plan:
         self.stages = stream.stages(target.shared_memory, target.cores)
         self.places = stream.places(self.stages)
         boxes = self.stages, stream.bits, stream.stage.box_rows, stream.stage.line // 4
-        self.shared = [
-            jax.ShapeDtypeStruct(boxes, jnp.uint32),
-            bytes_of(self.stages * stream.held),
-            bytes_of(self.places * stream.scales),
-            bytes_of(self.places * stream.numbers),
-            bytes_of(stream.turned),
-            bytes_of(stream.listed(self.programs) * ENTRY),
-            bytes_of(2 * 8 * self.stages * stream.stage.blocks),
-        ]
+        _, *others = stream.shared(self.stages, self.programs)
+        self.shared = [jax.ShapeDtypeStruct(boxes, jnp.uint32), *map(bytes_of, others)]
         # Gates come with the rows above: first row, how many, and where to.
         self.pieces = [(0, HEIGHT, 0)]
         if stream.gated:

@@ -14,9 +14,10 @@ import dataclasses
 from typing import Any
 
 from ..dequant_matmul.qtensor import QTensor
-from ..dequant_matmul.stages import PRODUCERS, WARP, Stage
+from ..dequant_matmul.stages import PRODUCERS, WARP, Stage, places_ahead
 from ..dequant_matmul.tensor_cores import TILE, WARPS
 from ..dequant_matmul.turn import Turn, part_width
+from ..mosaic import memory_of
 from . import sorting
 
 # Rows of the matrix, of a stage: where there are gates, half of them, and the rows above.
@@ -34,7 +35,6 @@ ROWS = {16: 0, 32: 12, 64: 32, 128: 128}
 # A thread's sums of more slots leave no room in its registers where groups are four.
 _OF_FOUR_GROUPS = 64
 _MOST_STAGES, _LEAST_STAGES = 6, 2
-_MOST_RESULTS = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,19 +158,29 @@ class TileStream:
         return -(-self.tiles * self.items // programs)
 
     def places(self, stages: int) -> int:
-        """For how many items there is room for scales and numbers of slots.
+        """For how many items there is room for scales and numbers of slots."""
+        return places_ahead(stages, self.chunks)
 
-        What is asked for ahead needs its own.
+    def shared(self, stages: int, programs: int) -> list[int]:
+        """Bytes of shared memory with so many stages.
+
+        Codes, inputs, scales, numbers of slots, results on their way, the list, and barriers.
         """
-        return -(-stages // self.chunks) + 1
+        places = self.places(stages)
+        return [
+            stages * self.stage.size,
+            stages * self.held,
+            places * self.scales,
+            places * self.numbers,
+            self.turned,
+            self.listed(programs) * ENTRY,
+            2 * 8 * stages * self.stage.blocks,
+        ]
 
     def stages(self, memory: int, programs: int) -> int:
         """How many fit into so many bytes of shared memory."""
-        others = self.turned + self.listed(programs) * ENTRY + 7 * 1024
-        of_item = self.scales + self.numbers
         for stages in range(_MOST_STAGES, 0, -1):
-            own = stages * (self.stage.size + self.held) + self.places(stages) * of_item
-            if own + others <= memory:
+            if memory_of(self.shared(stages, programs)) <= memory:
                 return stages
         return 0
 
@@ -179,8 +189,6 @@ class TileStream:
         shape = f"{self.outputs}x{self.inputs}"
         if self.inputs % self.stage.inputs or self.outputs % self.item:
             return [f"{shape} is not cut into {self.stage.inputs} inputs and {self.item} outputs"]
-        if self.slots * self.outputs > _MOST_RESULTS:
-            return [f"{self.slots} slots of {self.outputs} outputs are too many"]
         if self.stages(memory, programs) < _LEAST_STAGES:
             return [f"{_LEAST_STAGES} stages of {shape} need more than {memory} bytes"]
         return []

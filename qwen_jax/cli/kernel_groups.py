@@ -7,7 +7,7 @@ CUDA graph a profile knows nothing else of them: those go by what runs just befo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 ATTENTION, DELTA_RULE, EXPERTS, ROUTER = "attention", "delta rule", "experts", "router"
@@ -25,11 +25,13 @@ NAMES = (
     (r"^dequant_matmul", DENSE),
     (r"gemm|gemv|nvjet|cutlass|cublas|dot", DENSE),
 )
+# Both launches of a router.
+LOGITS, TOP_K = r"^router_(logits|parts)", r"^router_top_k"
 # (name, name of the kernel behind it, group): experts' matrices that are made in bfloat16 first,
-# and router logits that are a product of XLA's.
+# and router logits that are a product of XLA's, where none of our launches makes them.
 BEFORE = (
-    (r"^dequant_matmul_unpack", r"^expert_dispatch_(gated|down)", EXPERTS),
-    (r"gemm|gemv|nvjet|cutlass|fusion", r"^router_top_k", ROUTER),
+    (r"^dequant_matmul_unpack", r"^expert_dispatch_(gated|down)(__\d+)?$", EXPERTS),
+    (r"gemm|gemv|nvjet|cutlass|fusion", TOP_K, ROUTER),
 )
 # (name, group of the kernel before it, group): the norm under the gate that XLA joins with the
 # gate's projection, and the gate of attention.
@@ -57,9 +59,12 @@ def groups_of(events: Sequence[Event], passes: int) -> list[str]:
             among them.
     """
     groups: list[str] = []
+    made = False
     for index, event in enumerate(events):
         behind = events[index + 1].name if index + 1 < len(events) else ""
-        groups.append(_group(event.name, groups[-1] if groups else "", behind))
+        made = bool(re.search(LOGITS, event.name)) or (made and not re.search(TOP_K, event.name))
+        rules = [rule for rule in BEFORE if not (made and rule[2] == ROUTER)]
+        groups.append(_group(event.name, groups[-1] if groups else "", behind, rules))
     dense = [index for index, group in enumerate(groups) if group == DENSE]
     if dense and len(dense) % passes == 0:
         each = len(dense) // passes
@@ -68,8 +73,8 @@ def groups_of(events: Sequence[Event], passes: int) -> list[str]:
     return groups
 
 
-def _group(name: str, before: str, behind: str) -> str:
-    for pattern, next_pattern, group in BEFORE:
+def _group(name: str, before: str, behind: str, rules: Iterable[tuple[str, str, str]]) -> str:
+    for pattern, next_pattern, group in rules:
         if re.search(pattern, name) and re.search(next_pattern, behind):
             return group
     for pattern, group in NAMES:

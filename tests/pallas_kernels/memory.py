@@ -47,6 +47,10 @@ class Memory:
         self._stored &= ~owned
         self._reader[:] = -1
 
+    def forget_readers(self) -> None:
+        """Lets others store where threads have read: these say that they have."""
+        self._reader[:] = -1
+
     def tell(self) -> None:
         """Lets what threads stored be read by others than threads, once it is published."""
         self._untold[:] = False

@@ -19,6 +19,8 @@ from tests.pallas_kernels.memory import Memory
 from tests.pallas_kernels.streams import put_box, run_text
 
 WARP = 32
+# For the programs of a launch, one after the other.
+AHEAD = (0.5, 0.95)
 
 
 class Barrier:
@@ -73,14 +75,15 @@ class Program:
         threads: so many.
         memory: of the device.
         shared: of the program.
-        seed: of the order in which things happen.
+        ahead: how likely threads of the kernel's first condition, which ask, go on next. They have
+            more steps than those that multiply, and come to wait for them only if it is near 1.
     """
 
     def __init__(
-        self, body: Body, number: int, threads: int, memory: Memory, shared: Memory, seed: int
+        self, body: Body, number: int, threads: int, memory: Memory, shared: Memory, ahead: float
     ):
-        self._memory, self._shared = memory, shared
-        self._random = random.Random(seed)
+        self._memory, self._shared, self._ahead = memory, shared, ahead
+        self._random = random.Random(number)
         self._barriers: dict[int, Barrier] = {}
         self._coming: list[tuple[int, np.ndarray, int, int]] = []
         env = Env(number, np.arange(threads), {})
@@ -103,7 +106,7 @@ class Program:
                 self._land(self._coming.pop(self._random.randrange(len(self._coming))))
                 idle = 0
                 continue
-            chosen = self._random.choice(running)
+            chosen = running[0 if self._random.random() < self._ahead else -1]
             try:
                 idle = 0 if next(chosen) else idle + 1
             except StopIteration:
@@ -197,6 +200,7 @@ class Program:
 
     def _give_back(self, env: Env, barrier: Value) -> None:
         self._barriers[_alike(barrier(env))].arrive(len(env.threads) // WARP)
+        self._shared.forget_readers()
 
 
 def _alike(values: np.ndarray) -> int:

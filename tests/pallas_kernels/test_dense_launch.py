@@ -15,7 +15,7 @@ from pallas_kernels.dequant_matmul.stream import Stream
 from pallas_kernels.dequant_matmul.stream_launch import Plan
 from tests.pallas_kernels.inside import Array, Recorder
 from tests.pallas_kernels.memory import Memory
-from tests.pallas_kernels.program import Program, arrays_of, put_all
+from tests.pallas_kernels.program import AHEAD, Program, arrays_of, put_all
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DEVICE = 0x7F0000000000
@@ -73,7 +73,7 @@ def _run(
         own.put(int(shared[1].address), np.full(stream.held, 0xFF, np.uint8))
         inside = Recorder()
         plan.kernel(inside, *refs, *shared)
-        Program(inside.body, number, stream.threads, memory, own, seed=number)
+        Program(inside.body, number, stream.threads, memory, own, AHEAD[number % len(AHEAD)])
     found = []
     for out, ref in zip(plan.out, refs[len(arrays) :], strict=True):
         result, there = memory.stored_from(int(ref.address), np.dtype(out.dtype), out.shape)

@@ -14,13 +14,17 @@ from pallas_kernels.dequant_matmul.layout import CENTRES, pack
 from pallas_kernels.dequant_matmul.turn import Turn, part_width
 from pallas_kernels.expert_dispatch.tile_launch import Plan
 from pallas_kernels.expert_dispatch.tile_stream import HEIGHT, TileStream
+from pallas_kernels.mosaic import memory_of
 from tests.pallas_kernels.inside import Array, Recorder
 from tests.pallas_kernels.memory import Memory
-from tests.pallas_kernels.program import Program, arrays_of, put_all
+from tests.pallas_kernels.program import AHEAD, Program, arrays_of, put_all
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DEVICE = 0x7F0000000000
-EXPERTS, SLOTS, OF_TOKEN = 4, 258, 3
+SLOTS, OF_TOKEN = 264, 3
+# Of each expert. Cut by 128, there is a tile that is full, one of its half, and one of one more.
+OF_EXPERT = (192, 0, 65, 5)
+EXPERTS = len(OF_EXPERT)
 PROGRAMS = 2
 # Bits, inputs a group, inputs, slots a tile, and bits of what the results go to.
 CASES = {
@@ -30,7 +34,7 @@ CASES = {
     "4 bits, gated": (4, 128, 512, 64, 4),
     "4 bits, one stage an item": (4, 64, 256, 16, None),
     "two strips, gated": (3, 64, 512, 128, 3),
-    "two strips": (3, 64, 512, 128, None),
+    "two strips": (3, 64, 768, 128, None),
 }
 
 
@@ -38,8 +42,8 @@ CASES = {
 def test_programs_of_many_items(name):
     rng = np.random.default_rng(0)
     bits, group, inputs, rows, below = CASES[name]
-    # The second expert has no slot, the last two slots no expert.
-    expert_of = rng.choice([0, 2, 3], SLOTS - 2, p=[0.6, 0.3, 0.1])
+    # The last two slots have no expert.
+    expert_of = rng.permutation(np.repeat(np.arange(EXPERTS), OF_EXPERT))
     order = np.argsort(expert_of, kind="stable")
     tiles = _tiles(np.sort(expert_of), rows)
     outputs = 2 * HEIGHT // (1 if below is None else 2)
@@ -123,7 +127,8 @@ def _program(
     target = dataclasses.replace(H200, cores=PROGRAMS)
     plan = Plan(stream, target, height)
     shared, end = arrays_of(plan.shared)
-    assert end <= target.shared_memory
+    begin = int(shared[0].address)
+    assert end - begin == memory_of(stream.shared(plan.stages, PROGRAMS)) <= target.shared_memory
     inside = Recorder()
     plan.kernel(inside, *refs, *shared)
-    Program(inside.body, number, stream.threads, memory, Memory(0, end), seed=number)
+    Program(inside.body, number, stream.threads, memory, Memory(0, end), AHEAD[number])

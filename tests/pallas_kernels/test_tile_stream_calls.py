@@ -76,6 +76,18 @@ def test_tiles_have_as_many_slots_as_there_is_memory_for(width, rows):
 
 @needs_mosaic
 @pytest.mark.parametrize(
+    "spec",
+    [Spec(8192), Spec(2048, experts=128, hidden=768), Spec(49152), Spec(8192, experts=512)],
+    ids=str,
+)
+def test_long_prompts_of_released_shapes_have_the_largest_tiles(spec):
+    """Whose shared memory is nearly full: 2 % of it are not."""
+    _, ids, _, *stacks, _ = spec.arguments()
+    assert [each.rows for each in _streams(*stacks, ids)] == [128, 128]
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
     ("tokens", "rows"),
     [(65, 16), (383, 16), (384, 32), (1023, 32), (1024, 64), (4095, 64), (4096, 128), (8192, 128)],
 )

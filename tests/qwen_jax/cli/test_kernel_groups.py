@@ -79,6 +79,20 @@ def test_experts_that_are_made_in_bfloat16_are_experts():
     assert groups == [DENSE, DENSE, EXPERTS, EXPERTS, EXPERTS, EXPERTS, HEAD]
 
 
+def test_what_runs_beside_our_kernels_is_not_theirs():
+    """A product between a router's two launches, and codes made in front of those that stream."""
+    names = (
+        "router_parts",
+        "gemm_fusion_dot",
+        "router_top_k",
+        "dequant_matmul_unpack",
+        "expert_dispatch_gated_mosaic_gpu_kernel",
+        "gemm_fusion_dot_2",
+    )
+    groups = groups_of([Event(name, 0.0, 1.0) for name in names], 1)
+    assert groups == [ROUTER, DENSE, ROUTER, DENSE, EXPERTS, HEAD]
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_head_behind_products_of_a_shared_expert(steps):
     """They wait for no router, so that each step has them elsewhere among its launches."""
