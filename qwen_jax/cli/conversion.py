@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.checksums import refuse_changed_files
 from ..checkpoint.formats import declares_codes
 from ..checkpoint.native import RECORD, read_record
 from ..checkpoint.problems import listed, show
@@ -285,6 +284,8 @@ def verified(folder: Path, checksums: Mapping[str, str], notes: Notes) -> None:
 
 def verify_native(folder: Path, notes: Notes) -> dict[str, Any]:
     """Check a native folder against its own record; a report for `--json`."""
+    from ..checkpoint.checksums import refuse_changed_files
+
     record = read_record(folder)
     if record is None:
         raise RequestError(
