@@ -38,21 +38,22 @@ STREAMS = [
         turn,
     )
     for bits, group, inputs, rows, turn in (
-        (3, 64, 1024, 16, OF_UNITS),
+        (3, 64, 512, 16, OF_UNITS),
         (3, 64, 512, 32, None),
         (3, 64, 512, 64, OF_WORDS),
-        (3, 128, 768, 64, None),
+        (3, 128, 256, 64, None),
         (4, 64, 512, 16, OF_UNITS),
         (4, 64, 256, 64, None),
-        (4, 128, 768, 32, OF_WORDS),
-        (3, 64, 512, 128, OF_UNITS),
+        (4, 128, 512, 32, OF_WORDS),
+        (3, 64, 256, 128, OF_UNITS),
         (3, 128, 256, 128, None),
         (4, 128, 256, 128, OF_WORDS),
     )
 ]
 
 
-FILLED = [(each, filled) for each in STREAMS for filled in (each.rows, 5, 1)]
+FILLED = [(each, filled) for each in STREAMS for filled in (each.rows, 5)]
+FILLED += [(each, 1) for each in STREAMS[:2]]
 # About the half of a tile, of which alone there may be products.
 FILLED += [(each, filled) for each in STREAMS if each.rows == 128 for filled in (64, 65)]
 
